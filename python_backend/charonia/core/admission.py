@@ -1,6 +1,6 @@
-"""From a client's request to the control plane's: checked, defaults filled in.
+"""Turns a client's request into the control plane's: checks it and fills in defaults.
 
-Owns what makes a request acceptable to this engine. Must not know how it is served.
+Owns the checks of a request against the engine. Must not know how it is served.
 """
 
 import random
@@ -20,17 +20,17 @@ from charonia.protocol import UINT64_MAX, CacheRange, EngineInfo, RowSampling, S
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """What a client asks for.
+    """A client's request.
 
     Attributes:
-        key: unique among all live requests. request_id: the client's own, any text.
-        bad_words_ids: the token id sequences that spell the bad words of `params`.
-        draft_ids: the client's guess at its first tokens.
+        key: unique among all live requests. request_id: the client's own id, any text.
+        bad_words_ids: the bad words of `params`, as sequences of token ids.
+        draft_ids: the client's guess at the first tokens of the answer.
         timeout_s: how long it may wait for its first step.
-        return_cumulative_logprob: count log-probabilities even where none are returned.
-        is_probe: no client's; it appears in no metric of requests.
-        is_shared: computed for the requests of several clients, which are counted by whoever shares
-            it (`answers`).
+        return_cumulative_logprob: sum log-probabilities even if those of single tokens are not
+            returned.
+        is_probe: whether it is a health probe; probes are not counted in the metrics of requests.
+        is_shared: computed for the requests of several clients; `answers` counts those.
     """
 
     key: str
@@ -53,11 +53,11 @@ class GenerationRequest:
 
 
 def check(request: GenerationRequest, args: EngineArgs, info: EngineInfo, limits: Limits) -> None:
-    """Check a request against an engine and what it was loaded with.
+    """Check a request against an engine and its arguments.
 
     Raises:
         InvalidRequestError: the prompt is empty or too long, or a token id does not exist.
-        NotSupportedError: it has a priority, which the scheduling policy does not ask for.
+        NotSupportedError: it has a priority, but the scheduling policy does not use priorities.
     """
     params = request.params
     if params.priority and args.scheduling_policy != "priority":
@@ -79,7 +79,7 @@ def seeds_of(seed: int | None) -> Callable[[], int]:
     """A function that gives 64-bit seeds to requests without one of their own.
 
     Args:
-        seed: the engine's; the same gives the same seeds in the same order. None: random ones.
+        seed: the engine's; equal seeds give equal sequences. None gives random seeds.
     """
     generator = random.SystemRandom() if seed is None else random.Random(seed & UINT64_MAX)
     return partial(generator.getrandbits, 64)
@@ -92,7 +92,7 @@ def admit(
     now: float,
     next_seed: Callable[[], int],
 ) -> list[Request]:
-    """Translate a request that was checked, perhaps against another engine: it may not fit.
+    """Translate a checked request. The check may have been against another engine.
 
     Returns:
         One request of the control plane for each sample.
@@ -164,7 +164,7 @@ def _row_sampling(
 
 
 def _retention(params: SamplingParams, num_prompt: int) -> tuple[CacheRange, ...]:
-    """The ranges that a request asks for, in order."""
+    """The cache ranges of a request, in order."""
     wanted, ttl_s = params.cache_priority, params.cache_ttl_s
     if wanted is None:
         return ()
@@ -178,7 +178,7 @@ def _retention(params: SamplingParams, num_prompt: int) -> tuple[CacheRange, ...
 
 
 def cache_scope(params: SamplingParams) -> bytes:
-    """Tenant and salt, told apart by the tenant's length."""
+    """Tenant and salt. The tenant's length comes first, so that no two pairs are alike."""
     tenant = params.tenant.encode()
     return len(tenant).to_bytes(8, "little") + tenant + params.cache_salt.encode()
 

@@ -1,20 +1,20 @@
 """The requests of all clients, above the replica that runs them.
 
-Owns what becomes of every request (`request_registry` has them): when it is placed on the replica,
-when and why it ends, and an operator's order of another engine. Has no thread and no queue; its
-caller adds requests, calls `step` and is told of what comes by `RequestEvents`. Must not know
-Triton, nor how a step or an engine fails: that is `replica`'s.
+Owns the course of every request (`request_registry` has them): when it is placed on the replica,
+when and why it ends. Also owns an operator's reload of the engine. Has no thread and no queue: its
+caller adds requests, calls `step` and gets events by `RequestEvents`. Must not know Triton, nor how
+steps and engines fail; `replica` does.
 
     add() ──► held ──place──► Replica ──updates──► RequestRegistry ──► on_chunk()
                 │                │ cannot go on       │
                 └────────────────┴── time, cancel ────┴──► on_chunk(): an error, once
 
-`step` never waits for an engine, so that time runs and requests are cancelled in every state of it:
+`step` never waits for an engine, so timeouts and cancellations work in each of its states:
 
     step N    expire ─► follow the engine ─► place ─► plan ─► submit
                   ─► text of step N-1 (while N computes) ─► wait a little ─► apply, if N has ended
 
-Mostly the next step is in flight, too, of the same rows or, in a pipeline, of others:
+Mostly two steps are in flight, of the same rows or, in a pipeline, of different rows:
 
     apply N-1 ─► text of step N-1 ─► wait a little ─► plan N+1 ─► submit ─► wait for N ─► apply N
                   (while N computes)   (see `plan_time`)
@@ -50,24 +50,26 @@ from charonia.metrics.metrics import Metrics
 from charonia.protocol import EngineInfo, Executor
 
 RESULT_WAIT_S = 0.1
-"""How long a step is waited for before others' cancellations and time limits are looked at."""
+"""Longest wait for a step, in seconds; then cancellations and timeouts are looked at."""
 
 
 class EngineCore:
     """Serves requests on any executor and survives its failures. Implements `ReplicaEvents`.
 
     Args:
-        make_stream: makes the output of a sample, of text mostly.
-        events: told what becomes of each request.
-        clock: seconds, monotonic. log: takes one line.
-        read_args: what the engine of this moment was loaded with; None is always `engine_args`.
-        wake: called from any thread when `step` has something to do that nobody else tells of.
-        tenants: what holds for each; None has all alike.
-        kv_events: told what the prefix cache holds; None where nobody listens.
+        make_stream: makes the output of a sample, mostly text.
+        events: gets the events of each request.
+        clock: monotonic, in seconds. log: takes one line.
+        read_args: returns the arguments of the engine that is loaded now; None always means
+            `engine_args`.
+        wake: called from any thread when `step` has work that no other call announces, such as a
+            result.
+        tenants: weights and limits of the tenants; None treats all alike.
+        kv_events: gets the changes of the prefix cache; None if nobody subscribes.
         journal, hash_secret: see `Schedulers`.
 
     Attributes:
-        metrics, attainment: of all requests since the start, and of each tenant's.
+        metrics, attainment: counts since the start, of all requests and by tenant.
     """
 
     def __init__(
@@ -99,7 +101,7 @@ class EngineCore:
         )
         self._updates: list[Update] = []
         self._seed, self._next_seed = engine_args.seed, seeds_of(engine_args.seed)
-        self._reload: Reload | None = None  # that was ordered and is not over
+        self._reload: Reload | None = None  # in progress
         self._replica = Replica(
             executor,
             engine_args,
@@ -130,49 +132,49 @@ class EngineCore:
 
     @property
     def serving_since(self) -> float | None:
-        """When the engine that serves was found; None while there is none."""
+        """When the current engine was found; None while there is none."""
         return self._replica.recovery.serving_since
 
     @property
     def down_reason(self) -> str | None:
-        """Why requests do not wait for an engine; None while they do, or there is one."""
+        """Why requests fail instead of waiting for an engine; None if they wait or there is one."""
         return self._replica.recovery.down_reason
 
     @property
     def has_requests(self) -> bool:
-        """Whether anything is live or computed, or chunks are still to be delivered."""
+        """Whether requests are live, steps are in flight, or chunks are not delivered yet."""
         return any((self._requests, self._updates, self._replica.is_busy))
 
     @property
     def info(self) -> EngineInfo:
-        """Of the engine as last seen.
+        """Info of the engine, as last seen.
 
         Raises:
-            UnavailableError: none was ever there.
+            UnavailableError: there was no engine yet.
         """
         return self._replica.recovery.known_info
 
     @property
     def limits(self) -> Limits:
-        """What requests must stay within.
+        """Limits that requests must keep.
 
         Raises:
-            UnavailableError: there is no engine that they could wait for.
+            UnavailableError: there is no engine, and none is expected.
         """
         return self._replica.limits
 
     @property
     def last_step_at(self) -> float | None:
-        """When a step was last applied, None before the first."""
+        """When a step was last applied; None before the first."""
         return self._replica.last_step_at
 
     @property
     def engine_args(self) -> EngineArgs:
-        """Of the engine as last seen."""
+        """Arguments of the engine, as last seen."""
         return self._replica.engine_args
 
     def check(self, request: GenerationRequest) -> None:
-        """Refuse what cannot be served. Reads only; may be called from any thread.
+        """Refuse a request that cannot be served. Reads only; may be called from any thread.
 
         Raises:
             InvalidRequestError, NotSupportedError, UnavailableError.
@@ -180,40 +182,41 @@ class EngineCore:
         check(request, self._replica.engine_args, self._replica.recovery.known_info, self.limits)
 
     def overdue(self, *, is_until_start: bool, has_started: bool) -> RequestTimeoutError:
-        """What a request is told whose time is over.
+        """The error of a request that has timed out.
 
         Args:
-            is_until_start: its `timeout`; else its `deadline_ms`. has_started: it has had a step.
+            is_until_start: whether its `timeout` is over; else its `deadline_ms`. has_started:
+                whether it has had a step.
         """
         error = RequestTimeoutError.of(is_until_start=is_until_start)
         if is_until_start or has_started:
             return error
-        # The scheduler would have told it so before, if it knew what steps take.
+        # The scheduler would have rejected it as late, had it known how long steps take.
         is_late = rejects_late(self.engine_args, self._scheduler_args)
         return LateRequestError(str(error)) if is_late else error
 
     # ------------------------------------------------------------------ requests come and go
 
     def add(self, request: GenerationRequest, arrived_at: float | None = None) -> None:
-        """Take a request in that was checked; what becomes of it is told by events.
+        """Add a checked request; its outcome comes by events.
 
         Args:
-            arrived_at: when it came, by the clock; None is now. Its time runs from then on.
+            arrived_at: its arrival, by the clock; None is now. Its timeouts count from then.
         """
         self._requests.add(request, self._clock() if arrived_at is None else arrived_at)
 
     def cancel(self, key: str) -> None:
-        """End a request at its client's wish; one that is not live is none of our business."""
+        """Cancel a request for its client; a request that is not live is ignored."""
         live = self._requests.get(key)
         if live is not None:
             self._note_cancelled(live)
             self._end(live, RequestCancelledError("the request was cancelled"))
 
     def cancel_samples(self, key: str, indexes: Collection[int]) -> None:
-        """End some samples of a request at its client's wish, without an error.
+        """Cancel some samples of a request for its client, without an error.
 
-        Those that are not there, or have ended, are none of our business. With `best_of` none is
-        there before the end, as it is not known which it will be.
+        Samples that do not exist or have ended are ignored. With `best_of` no sample can be
+        cancelled alone, because the best ones are known only at the end.
         """
         live = self._requests.get(key)
         if live is None:
@@ -225,17 +228,17 @@ class EngineCore:
         self._requests.cancel_samples(live, indexes)
 
     def end(self, key: str, error: CharoniaError) -> None:
-        """End a request that nobody waits for any more; nothing happens when it is not live."""
+        """End a request with an error; a request that is not live is ignored."""
         live = self._requests.get(key)
         if live is not None:
             self._end(live, error)
 
     def shed(self, shedding: LoadShedding) -> None:
-        """Have steps do without something from now on."""
+        """Apply load shedding to steps from now on."""
         self._replica.shed(shedding)
 
     def reload(self, reload: Reload) -> None:
-        """Go on with the engine that `reload` configures: soon, or when all live is over."""
+        """Change to the engine that `reload` configures; see there when that is."""
         if self._reload is not None:
             reload.fail("another reload is under way")
         elif self._replica.recovery.info is None:
@@ -244,9 +247,9 @@ class EngineCore:
             self._reload = reload
 
     def abandon(self, error: CharoniaError) -> None:
-        """Fail every request and forget the state they left; the engine is asked anew.
+        """Fail every request, discard their state and connect to the engine again.
 
-        The state is not touched: whatever error made it useless must not keep anybody waiting.
+        The state is discarded unread, since it may be broken; no client may wait because of that.
         """
         self._replica.abandon(error)
         self._updates = []
@@ -255,7 +258,7 @@ class EngineCore:
         self._set_gauges()
 
     def close(self) -> None:
-        """Fail what is live and let go of the engine."""
+        """Fail the live requests and release the engine."""
         self._fail_all(ShuttingDownError())
         self._replica.close()
         self._drop_reload(SHUTTING_DOWN)
@@ -263,20 +266,20 @@ class EngineCore:
     # ------------------------------------------------------------------ one step
 
     def deliver(self) -> None:
-        """Deliver what the last step gave, if the engine has another one to compute meanwhile.
+        """Deliver the last step's output, if the engine has another step to compute meanwhile.
 
-        So a text that has met its stop string is in no further step. `step` begins with it; who
-        calls it before can bring requests that have come meanwhile into the next plan.
+        So a sample that has met its stop string is in no further step. `step` begins with this.
+        A caller that does it earlier can add requests that arrived meanwhile to the next plan.
         """
         if self._replica.is_fed:
             self._deliver_updates()
 
     def step(self) -> bool:
-        """Do all that is due, fill the engine, and apply the oldest step in flight if it has ended.
+        """Do all due work, fill the engine, and apply the oldest step in flight if it has ended.
 
         Returns:
-            Whether there is more to do at once; if not, there is nothing before `wake`, a call of
-            another method, or some tenth of a second.
+            Whether there is more to do at once. If not, the caller may wait for `wake`, another
+            call, or about a tenth of a second.
         """
         replica = self._replica
         self.deliver()
@@ -299,10 +302,10 @@ class EngineCore:
         return is_busy or was_serving != replica.recovery.is_serving
 
     def _expire(self, now: float) -> None:
-        """End the requests whose time is over."""
+        """End the requests that have timed out."""
         for key, is_until_start in self._requests.take_due(now):
             live = self._requests.get(key)
-            if live is None:  # it had another limit, which is over as well
+            if live is None:  # its other timeout has just ended it
                 continue
             has_started = live.started_at is not None
             if is_until_start and has_started:
@@ -310,7 +313,7 @@ class EngineCore:
             self._end(live, self.overdue(is_until_start=is_until_start, has_started=has_started))
 
     def _go_on_with_reload(self, reload: Reload) -> None:
-        """Begin with it as soon as that may be; once it is over, those it holds are placed."""
+        """Begin the reload as soon as it may begin; forget it once it is over."""
         if not reload.is_over and reload.phase != "loading":
             self._begin_reload(reload)
         if reload.is_over:
@@ -324,13 +327,13 @@ class EngineCore:
         elif reload.drain and self.is_up and requests.num_open:
             reload.phase = "draining"
         else:
-            self._deliver_updates()  # what is finished need not wait for another engine
+            self._deliver_updates()  # finished output need not wait for another engine
             self._replica.reload(reload)
 
     def _place_held(self) -> None:
-        """Have the replica run what waits for it, or tell it why that cannot be."""
+        """Place the held requests on the replica, or fail them if there is no engine."""
         if self._reload is not None:
-            return  # it waits for the next engine
+            return  # they wait for the next engine
         if self.down_reason is not None:
             for key in list(self._requests.held):
                 self.end(key, self._replica.recovery.unavailable)
@@ -390,7 +393,7 @@ class EngineCore:
     # ------------------------------------------------------------------ ends
 
     def _note_cancelled(self, live: LiveRequest) -> None:
-        """Count a request that its client cancels; what is shared has none of its own."""
+        """Count a request that its client cancels; a shared computation has no client."""
         if live.is_shared:
             return
         self.metrics.count("charonia_cancellations_total")

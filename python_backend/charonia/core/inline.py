@@ -1,6 +1,6 @@
-"""An engine in this very process, for the Python API and the tests.
+"""An engine in the caller's process, for the Python API and the tests.
 
-Owns nothing but the adaptation of a runner to `Executor`.
+Adapts a runner to `Executor`, nothing else.
 """
 
 from collections.abc import Callable
@@ -12,26 +12,26 @@ from charonia.protocol import EngineInfo, StepPlan, StepResult
 
 
 class PlanRunner(Protocol):
-    """What executes plans: `charonia.data.runner.Runner`."""
+    """Executes plans: `charonia.data.runner.Runner`."""
 
     def info(self) -> EngineInfo:
-        """What this engine is."""
+        """Info of this engine."""
         ...
 
     def begin(self, plan: StepPlan) -> Callable[[], StepResult]:
-        """Begin a step; what is returned ends it."""
+        """Begin a step; the function that it returns ends it."""
         ...
 
     def close(self) -> None:
-        """Let go of all other processes."""
+        """Release all other processes."""
         ...
 
 
 class InlineExecutor:
-    """Runs each step when its result is asked for, or begins it at once where several may be begun.
+    """Runs each step when its result is asked for; with a pipeline begins it at once.
 
     Args:
-        load: loads the runner, now and whenever its other processes are lost.
+        load: loads the runner, at once and again whenever its other processes are lost.
     """
 
     def __init__(self, load: Callable[[], PlanRunner]) -> None:
@@ -40,26 +40,26 @@ class InlineExecutor:
         self._loss: EngineDiedError | None = None
 
     def open(self, *, replace: bool, on_done: Callable[[], None]) -> EngineOpening:
-        """As `Executor.open`; it is done when this returns.
+        """As `Executor.open`, but done when this returns.
 
-        A runner whose processes live is not loaded again: the next epoch clears its state.
+        A runner whose processes are alive is not loaded again: the next epoch clears its state.
         """
         opening = EngineOpening(self._load_if_lost if replace else self._info)
         opening.run()
         return opening
 
     def submit(self, plan: StepPlan) -> "_Inline":
-        """Keep the plan until its result is asked for, or begin it."""
+        """Keep the plan until its result is asked for; with a pipeline begin it at once."""
         step = _Inline(self, plan)
         if self._living().info().num_stages > 1:
             step.begin()
         return step
 
     def check(self) -> None:
-        """Nothing to do: the next step shows whether the runner's processes live."""
+        """Does nothing: the next step shows whether the runner's processes are alive."""
 
     def close(self) -> None:
-        """Let go of all other processes; the runner goes with its last reference."""
+        """Release all other processes; the runner is freed with its last reference."""
         if self._runner is not None:
             self._runner.close()
 
@@ -68,7 +68,7 @@ class InlineExecutor:
         return self._living().begin(plan)
 
     def lose(self, error: EngineDiedError) -> None:
-        """The runner's processes are lost, as this error says."""
+        """Note that the runner's processes are lost, with the error that says so."""
         self._loss = error
 
     def _info(self) -> EngineInfo:
@@ -88,13 +88,13 @@ class InlineExecutor:
         return self._runner
 
     def _let_go(self, loss: EngineDiedError) -> None:
-        """Keep nothing of a lost runner, whose memory the next one needs."""
+        """Drop every reference to a lost runner: the next one needs its memory."""
         if self._runner is not None:
             self._runner.close()
         self._runner = None
         error: BaseException | None = loss
-        while error is not None:  # whoever handles it keeps the frames that it went through, which
-            error.__traceback__ = None  # hold on to their functions even when they are cleared
+        while error is not None:  # a traceback refers to frames, and these refer to the runner
+            error.__traceback__ = None
             error = error.__cause__ or error.__context__
 
 
@@ -105,7 +105,7 @@ class _Inline:
         self._end: Callable[[], StepResult] | None = None
 
     def begin(self) -> None:
-        """Begin the step; what it raises is kept for its result."""
+        """Begin the step; an exception is kept for `result`."""
         try:
             self._end = self._executor.begin(self._plan)
         except Exception as error:
@@ -117,7 +117,7 @@ class _Inline:
             self._end = fail
 
     def result(self, timeout: float | None) -> StepResult:
-        """End the step; a timeout cannot be kept here."""
+        """End the step; the timeout is ignored."""
         if self._end is None:
             self.begin()
         assert self._end is not None

@@ -1,7 +1,7 @@
-"""What becomes of requests, told upwards: calls go down from layer to layer, events come up.
+"""Events of requests: calls go down from layer to layer, events come up.
 
-Owns the names of those that leave the core; the replica's are in `replica`. Must not know who tells
-them, nor who listens.
+Owns the events that leave the core; the replica's are in `replica`. Must not know who sends or
+receives them.
 
     EngineService ─ add, cancel ─► AnswerCache ─ add, cancel ─► EngineCore ─ add, finish ─► Replica
                   ◄─ RequestEvents ─           ◄─ RequestEvents ─          ◄─ ReplicaEvents ─
@@ -13,24 +13,24 @@ from charonia.core.output.outputs import Chunk
 
 
 class RequestEvents(ABC):
-    """What is told of requests to whoever gave them.
+    """Receives the events of the requests that it added.
 
-    All are called within a call of theirs or of `step`, in that thread. They must return quickly,
-    and must not call back. Whoever listens may leave out all but the chunks.
+    Events are sent within a call of the receiver's or within `step`, in the same thread. Handlers
+    must return quickly and must not call back. Only `on_chunk` has to be implemented.
     """
 
     @abstractmethod
     def on_chunk(self, chunk: Chunk) -> None:
-        """There is output of a request, or its end, which is its last chunk."""
+        """A request has output. Its last chunk is its end."""
 
     def on_started(self, key: str) -> None:
         """The first step of a request, or of one of its samples, begins."""
         return
 
     def on_joined(self, key: str) -> None:
-        """A request waits for no step of its own: it gets what another one's steps give."""
+        """A request gets the output of another computation; it waits for no step of its own."""
         return
 
     def on_first_token(self, key: str) -> None:
-        """What is computed for several has its first token, which may be held back."""
+        """A shared computation has its first token, which may be held back."""
         return

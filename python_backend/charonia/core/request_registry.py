@@ -1,6 +1,6 @@
-"""The live requests of the core: one entry for each, from its coming to its end.
+"""The live requests of the core: one entry for each, from its arrival to its end.
 
-Owns the entries, their time limits, their output, and the one place where a request ends and is
+Owns the entries, their timeouts, their output, and the one place where requests end and are
 counted. Must not know steps, nor why a request ends.
 
     add() ──► held ──open()──► open ──take()──► on_chunk()
@@ -23,14 +23,14 @@ from charonia.metrics.metrics import Metrics
 
 @dataclass(slots=True, eq=False)
 class LiveRequest:
-    """A request that has had no end.
+    """A request that has not ended.
 
     Attributes:
-        key, request_id, tenant, is_probe, is_shared: as `GenerationRequest` has them.
-        arrived_at: when it came, in seconds. num_prompt: tokens of its prompt.
+        key, request_id, tenant, is_probe, is_shared: as in `GenerationRequest`.
+        arrived_at: its arrival, in seconds. num_prompt: tokens of its prompt.
         has_deadline: whether it has a `deadline_ms`.
-        held: what is asked for, as long as it waits to be placed; None from then on.
-        cancelled: samples that its client cancelled meanwhile.
+        held: the client's request, while it waits to be placed; then None.
+        cancelled: samples that its client cancelled while it was held.
         streams: the output of its samples, once it is placed.
     """
 
@@ -48,7 +48,7 @@ class LiveRequest:
 
     @classmethod
     def of(cls, request: GenerationRequest, arrived_at: float) -> "LiveRequest":
-        """The entry of a request that has come."""
+        """The entry of a new request."""
         return cls(
             key=request.key,
             request_id=request.request_id,
@@ -63,27 +63,27 @@ class LiveRequest:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that it has generated so far."""
+        """Tokens generated so far."""
         return 0 if self.streams is None else self.streams.num_tokens
 
     @property
     def started_at(self) -> float | None:
-        """When its first step began, None before."""
+        """When its first step began; None before."""
         return None if self.streams is None else self.streams.first.started_at
 
     @property
     def open_samples(self) -> list[str]:
-        """The control plane's names of the samples that go on."""
+        """Keys of the samples that have not ended, as the control plane has them."""
         return [] if self.streams is None else self.streams.keys_of(sorted(self.streams.open))
 
     def cancellable(self, indexes: Collection[int]) -> list[str]:
-        """Likewise of those of these samples that can be cancelled alone."""
+        """Keys of those of these samples that can be cancelled alone."""
         if self.streams is None:
             return []
         return self.streams.keys_of(self.streams.cancellable(indexes))
 
     def leaves_nothing(self, indexes: Collection[int]) -> bool:
-        """Whether it ends with these samples, and none of it ended by itself."""
+        """Whether cancelling these samples ends it, and no sample has ended by itself."""
         if self.held is not None:
             params, cancelled = self.held.params, self.cancelled.union(indexes)
             return params.num_samples == params.n and cancelled.issuperset(range(params.n))
@@ -94,15 +94,15 @@ class LiveRequest:
 
 
 class RequestRegistry:
-    """From a request's coming to its last chunk.
+    """The live requests, from arrival to last chunk.
 
     Args:
         make_stream: makes the output of a sample.
-        events: told of every chunk, and of a shared request's first token.
-        clock: seconds, monotonic.
+        events: gets every chunk, and the first token of a shared computation.
+        clock: monotonic, in seconds.
 
     Attributes:
-        held: the requests that wait to be placed, by key, in the order of their coming.
+        held: the requests that wait to be placed, by key, in order of arrival.
     """
 
     def __init__(
@@ -127,26 +127,26 @@ class RequestRegistry:
     # ------------------------------------------------------------------ questions
 
     def __len__(self) -> int:
-        """How many are live."""
+        """Number of live requests."""
         return len(self._live)
 
     @property
     def num_open(self) -> int:
-        """How many of them are placed."""
+        """Number of live requests that are placed."""
         return len(self._live) - len(self.held)
 
     def get(self, key: str) -> LiveRequest | None:
-        """A live request; None where there is none."""
+        """The live request with this key, or None."""
         return self._live.get(key)
 
     def __iter__(self) -> Iterator[str]:
-        """Keys of all that are live, in the order of their coming."""
+        """Keys of all live requests, in order of arrival."""
         return iter(self._live)
 
     # ------------------------------------------------------------------ from first to last
 
     def add(self, request: GenerationRequest, arrived_at: float) -> None:
-        """Take a request in, which is held until `open`. Its time runs from its arrival."""
+        """Add a request, held until `open`. Its timeouts count from its arrival."""
         live = LiveRequest.of(request, arrived_at)
         self._live[live.key] = self.held[live.key] = live
         if request.timeout_s is not None:
@@ -156,21 +156,21 @@ class RequestRegistry:
             self._deadlines.add(live.key, arrived_at + request.params.deadline_ms / 1000)
 
     def open(self, live: LiveRequest, samples: Sequence[Request]) -> None:
-        """Begin the output of a request that was held."""
+        """Begin the output of a held request, which is placed now."""
         assert live.held is not None
         live.streams = SampleStreams(samples, live.held.params, self._make_stream)
         live.held = None
         del self.held[live.key]
 
     def take_due(self, now: float) -> list[tuple[str, bool]]:
-        """Whose time is over: the keys, and whether it was the time until the first step."""
+        """Keys whose timeouts are over, and whether it was the timeout until the first step."""
         return self._deadlines.take_due(now)
 
     def take(self, update: Update, now: float) -> bool:
-        """Tell what a step committed, if it is a live request's and there is text or an end.
+        """Send a step's output, if its request is live and there is text or an end.
 
         Returns:
-            Whether a stop string ended the sample, of which the control plane does not know.
+            Whether a stop string ended the sample; the control plane does not know of these.
         """
         index = update.request.index
         live = self._live.get(update.request.group.key)
@@ -190,9 +190,9 @@ class RequestRegistry:
         return index not in streams.open and update.finish_reason is None
 
     def cancel_samples(self, live: LiveRequest, indexes: Collection[int]) -> None:
-        """End those of these samples that can be cancelled alone.
+        """Cancel those of these samples that can be cancelled alone.
 
-        Those of a request that is held end once it is placed, or at once where it wants no other.
+        Samples of a held request end once it is placed, or at once if no other sample is left.
         """
         now, streams = self._clock(), live.streams
         if streams is not None:
@@ -217,7 +217,7 @@ class RequestRegistry:
             self._events.on_chunk(chunk)
 
     def _end(self, live: LiveRequest, reason: str, now: float) -> None:
-        """Forget a request, and count it: each ends here, once, before its last chunk is told."""
+        """Remove and count a request. Each ends here once, before its last chunk is sent."""
         del self._live[live.key]
         self.held.pop(live.key, None)
         self._deadlines.remove(live.key)
@@ -226,7 +226,7 @@ class RequestRegistry:
             self._attainment.note_computed(live.tenant, live.num_prompt, num_tokens)
         if live.is_probe or live.is_shared:
             return
-        # At the end, so that requests whose time ran out in the queue are seen as well.
+        # Counted at the end, so that requests that timed out in the queue are counted, too.
         left_queue_at = now if live.started_at is None else live.started_at
         self._metrics.count_end(
             reason,
@@ -254,10 +254,11 @@ class RequestRegistry:
         *,
         is_first: bool,
     ) -> None:
-        """Count tokens of a sample that a client gets.
+        """Count tokens that a client gets of a sample.
 
         Args:
-            last_at: when there were some of it before. is_first: there were none of any sample.
+            last_at: time of the sample's previous tokens. is_first: whether no sample had tokens
+                before.
         """
         self._metrics.count("charonia_generation_tokens_total", num_tokens)
         if last_at is not None:
@@ -272,7 +273,7 @@ class RequestRegistry:
 
 
 def _cancelled(live: LiveRequest) -> list[Chunk]:
-    """The last chunks of a request that was never placed, and of which no sample is wanted."""
+    """The last chunks of a request that was cancelled before it was placed."""
     assert live.held is not None
     num_samples = live.held.params.num_samples
     return [

@@ -1,6 +1,6 @@
-"""The scheduler, and what it decides by, as the configuration asks for it.
+"""Makes the scheduler and its policies from the configuration.
 
-Owns the choice. Must not know what any of it does.
+Owns the choice of the parts. Must not know how they work.
 """
 
 from collections.abc import Callable
@@ -63,8 +63,8 @@ def make_scheduler(
 
     Args:
         hash_secret, cache_events: see `KVPool`. epoch, stats, tiers: see `Scheduler`.
-        weight_of: of a tenant, for fair shares of the engine and of the cache.
-        journal: takes its calls; None where nobody writes one.
+        weight_of: returns a tenant's weight, for fair shares of the engine and of the cache.
+        journal: records the scheduler's calls; None records nothing.
     """
     new: Callable[..., Scheduler] = Scheduler
     if journal is not None:
@@ -93,7 +93,7 @@ def make_scheduler(
 
 
 def limits_of(info: EngineInfo, args: EngineArgs, log: Callable[[str], None]) -> Limits:
-    """What requests of an engine must stay within."""
+    """Limits that requests of an engine must keep."""
     limits = Limits.of_engine(
         info,
         async_scheduling=args.async_scheduling,
@@ -110,14 +110,14 @@ def limits_of(info: EngineInfo, args: EngineArgs, log: Callable[[str], None]) ->
 
 
 def rank_of(engine_args: EngineArgs, scheduler_args: SchedulerArgs) -> RankOf:
-    """The order of requests, of each tenant's where tenants have shares."""
+    """The order of requests; with fair shares, of each tenant's requests."""
     if engine_args.scheduling_policy == "priority":
         return by_priority(scheduler_args.priority_aging_s)
     return by_deadline if engine_args.scheduling_policy == "deadline" else by_arrival
 
 
 def rejects_late(engine_args: EngineArgs, scheduler_args: SchedulerArgs) -> bool:
-    """Whether requests that wait and cannot meet their deadlines any more are to end."""
+    """Whether waiting requests end as soon as they cannot meet their deadlines."""
     is_by_deadline = engine_args.scheduling_policy == "deadline"
     return is_by_deadline and scheduler_args.late_requests == "reject"
 
@@ -128,7 +128,7 @@ def policy_of(
     """Set up the policy of one scheduler.
 
     Args:
-        weight_of: of a tenant, for fair shares.
+        weight_of: returns a tenant's weight, for fair shares.
     """
     rank = rank_of(engine_args, scheduler_args)
     displacement: Displacement | None = None
@@ -144,7 +144,7 @@ def policy_of(
 
 
 def _speculation(config: SpeculativeConfig | None) -> Speculation | None:
-    """None where there is to be none."""
+    """The speculation that is configured; None without."""
     if config is None:
         return None
     drafter: Drafter | None = None
@@ -161,7 +161,7 @@ def _speculation(config: SpeculativeConfig | None) -> Speculation | None:
 
 
 def _prompt_budget(engine_args: EngineArgs, scheduler_args: SchedulerArgs) -> PromptBudget | None:
-    """None where prompts take all that fits."""
+    """The budget of prompt chunks; None if prompts may fill a step."""
     target_ms = scheduler_args.inter_token_target_ms
     if target_ms is None or not engine_args.enable_chunked_prefill:
         return None

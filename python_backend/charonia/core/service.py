@@ -1,7 +1,7 @@
-"""The engine service: the core in a thread of its own, with a door that any thread may use.
+"""The engine service: the core in a thread of its own, with methods for any thread.
 
-Owns the one scheduling thread and its inbox. Must not know Triton: chunks go to the sink that
-came with the request, called in the service's thread.
+Owns the one scheduling thread and its inbox. Must not know Triton: chunks go to the request's sink,
+which is called in the service's thread.
 """
 
 import threading
@@ -42,23 +42,23 @@ from charonia.text.tokenizer import Tokenizer
 Sink = Callable[[Chunk], None]
 IDLE_WAIT_S = 0.1
 LOOK_EVERY_S = 0.25
-"""How often it is seen how long requests wait, and who has how many."""
+"""How often queue waits and the tenants' requests are measured, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceState:
-    """How the service is at this moment.
+    """State of the service.
 
     Attributes:
         is_up: whether steps can run. down_reason: why requests are refused; None while they are
-            not.
-        serving_since: when the engine that serves was found, on the monotonic clock; None while
-            there is none.
-        num_live: requests that were accepted and have had no end.
+            accepted.
+        serving_since: when the current engine was found, on the monotonic clock; None while there
+            is none.
+        num_live: accepted requests that have not ended.
         last_step_at: when a step with tokens was last applied, on the monotonic clock; None before
             the first.
-        last_turn_at: when the thread last began to look for what there is to do, ten times a second
-            at least unless it is held up; None before the first.
+        last_turn_at: when the thread's loop last began a turn; None before the first. It begins one
+            at least ten times a second, unless a turn is held up.
     """
 
     is_up: bool
@@ -74,11 +74,11 @@ class EngineService(RequestEvents):
 
     Args:
         log: takes one line, from any thread. read_args, kv_events: as `EngineCore`.
-        prompt_index: finds similar prompts, where answers are given to them, too.
+        prompt_index: finds similar prompts for the semantic cache; None turns that off.
 
     Raises:
-        ConfigError: the tenants' file is wrong, the record cannot be written, or not even one
-            answer with a prompt's vector may be kept.
+        ConfigError: the tenants' file is wrong, the record cannot be written, or the answer cache
+            has no room for even one answer with its vector.
     """
 
     def __init__(
@@ -135,9 +135,9 @@ class EngineService(RequestEvents):
         self._degradation = Degradation(scheduler_args, self._tenants, self._core.metrics, log=log)
         self._looked_at = 0.0
         self._log = log
-        self._sinks: dict[str, Sink] = {}  # of the requests that were accepted and have had no end
+        self._sinks: dict[str, Sink] = {}  # of the accepted requests that have not ended
         self._inbox: list[Callable[[], None]] = []
-        self._reload: Reload | None = None  # the last that was ordered; it is always told its end
+        self._reload: Reload | None = None  # the last one; it always gets a result
         self._is_closing = False
         self._drained_at = inf
         self._last_turn_at: float | None = None
@@ -148,17 +148,17 @@ class EngineService(RequestEvents):
 
     @property
     def metrics(self) -> Metrics:
-        """Of everything since the start."""
+        """Metrics since the start."""
         return self._core.metrics
 
     @property
     def info(self) -> EngineInfo:
-        """Of the engine. Raises UnavailableError before there was one."""
+        """Info of the engine. Raises UnavailableError before there was one."""
         return self._core.info
 
     @property
     def state(self) -> ServiceState:
-        """How it is now. Reads only; may be asked from any thread."""
+        """Current state. Reads only; may be called from any thread."""
         core = self._core
         return ServiceState(
             is_up=core.is_up,
@@ -170,7 +170,7 @@ class EngineService(RequestEvents):
         )
 
     def start(self, *, wait_s: float = 0.0) -> None:
-        """Start the thread, which connects to the engine as soon as there is one.
+        """Start the thread. It connects to the engine as soon as there is one.
 
         Args:
             wait_s: return when it is connected, or after so many seconds.
@@ -183,15 +183,15 @@ class EngineService(RequestEvents):
     def submit(
         self, request: GenerationRequest, sink: Sink, arrived_at: float | None = None
     ) -> None:
-        """Take a request in. Its chunks go to `sink`, the last one with a reason or an error.
+        """Add a request. Its chunks go to `sink`; the last one has a finish reason or an error.
 
         Args:
             sink: called in the service's thread; must return quickly and not raise.
-            arrived_at: when it came, by the monotonic clock; None is now.
+            arrived_at: its arrival, by the monotonic clock; None is now.
 
         Raises:
-            InvalidRequestError, QueueFullError, UnavailableError, LateRequestError: at once; `sink`
-                is not called.
+            InvalidRequestError, QueueFullError, UnavailableError, LateRequestError: it is refused
+                at once; `sink` is not called.
         """
         arrived_at = time.monotonic() if arrived_at is None else arrived_at
         followed = None
@@ -213,7 +213,7 @@ class EngineService(RequestEvents):
             raise
 
     def check_tenant(self, params: SamplingParams, num_coming: int) -> None:
-        """Refuse a client's request at once that `submit` would refuse, whatever its prompt is.
+        """Refuse a request early that `submit` would refuse whatever its prompt is.
 
         Args:
             num_coming: requests of its tenant that are on their way to `submit`.
@@ -225,10 +225,10 @@ class EngineService(RequestEvents):
         self._gate.check(params.tenant, num_coming)
 
     def count_rejection(self, error: CharoniaError, params: SamplingParams | None = None) -> None:
-        """Count a request that is refused, here or before it could be submitted.
+        """Count a refused request, refused here or before `submit`.
 
         Args:
-            params: of the request, where they are known.
+            params: the request's, if they are known.
         """
         with self._wake:
             self.metrics.count("charonia_rejections_total", label=_rejection(error))
@@ -238,17 +238,17 @@ class EngineService(RequestEvents):
             label = self._tenants.label_of(tenant)
             self.metrics.count("charonia_tenant_rejections_total", label=label)
             if not error.is_clients_doing:
-                # What was promised is counted by the thread that counts ends.
+                # Missed targets are counted in the service's thread, as the ends of requests are.
                 self._inbox.append(
                     partial(self._core.attainment.note_refusal, tenant, has_deadline=has_deadline)
                 )
 
     @property
     def limits(self) -> Limits:
-        """What requests must stay within. May be asked from any thread.
+        """Limits that requests must keep. May be called from any thread.
 
         Raises:
-            UnavailableError: there is no engine that they could wait for.
+            UnavailableError: there is no engine, and none is expected.
         """
         return self._core.limits
 
@@ -257,20 +257,20 @@ class EngineService(RequestEvents):
         self._post(partial(self.metrics.count, "charonia_cancellations_total"))
 
     def cancel(self, key: str) -> None:
-        """Cancel a request; nothing happens when it is not live."""
+        """Cancel a request; a request that is not live is ignored."""
         self._post(partial(self._answers.cancel, key))
 
     def cancel_samples(self, key: str, indexes: Collection[int]) -> None:
-        """Cancel samples of a request; nothing happens when they are not live."""
+        """Cancel samples of a request; samples that are not live are ignored."""
         self._post(partial(self._answers.cancel_samples, key, indexes))
 
     @property
     def engine_args(self) -> EngineArgs:
-        """Of the engine as last seen."""
+        """Arguments of the engine, as last seen."""
         return self._core.engine_args
 
     def reload(self, reload: Reload) -> None:
-        """Go on with another engine; `reload` says how far that is."""
+        """Change to another engine; `reload` shows the progress."""
         with self._wake:
             if self._is_closing:
                 reload.fail("the server is shutting down")
@@ -282,10 +282,10 @@ class EngineService(RequestEvents):
                 self._wake.notify()
 
     def drain(self) -> int:
-        """Take no requests that come from now on, but for probes; all others go on.
+        """Refuse new requests, except probes; all others go on.
 
         Returns:
-            How many are left, without probes.
+            Number of live requests, without probes.
         """
         with self._wake:
             self._drained_at = min(self._drained_at, time.monotonic())
@@ -296,7 +296,7 @@ class EngineService(RequestEvents):
         with self._wake:
             self._is_closing = True
             self._wake.notify()
-        if self._thread.ident is None:  # it was never started
+        if self._thread.ident is None:  # the thread was never started
             self._core.close()
             self._drop_reload("the server is shutting down")
         elif self._thread.is_alive():
@@ -312,7 +312,7 @@ class EngineService(RequestEvents):
         self, request: GenerationRequest, sink: Sink, arrived_at: float, digest: bytes | None
     ) -> None:
         """Put a request into the inbox; the caller holds the lock."""
-        # Who had come before the drain began was only on its way.
+        # Requests that arrived before the drain began are still accepted.
         is_too_late = arrived_at >= self._drained_at and not request.is_probe
         if self._is_closing or is_too_late:
             raise ShuttingDownError
@@ -331,7 +331,7 @@ class EngineService(RequestEvents):
         self._wake.notify()
 
     def _give_way(self, key: str, error: CharoniaError) -> None:
-        """End a request for one that ranks before it, unless it has started since that came."""
+        """End a request that gives way to another one, unless it has started meanwhile."""
         if self._gate.is_leaving(key):
             self._answers.end(key, error)
 
@@ -397,7 +397,7 @@ class EngineService(RequestEvents):
             self._is_woken = False
 
     def _look(self, now: float) -> None:
-        """See how long requests wait, and who has how many."""
+        """Measure queue waits and the tenants' requests; degrade or recover."""
         self._looked_at = now
         if self._degradation.observe(self._gate.wait_s(), now):
             self._core.shed(self._degradation.shedding)
@@ -414,11 +414,11 @@ class EngineService(RequestEvents):
             self._wake.notify()
 
     def _abandon(self, error: CharoniaError) -> None:
-        """A bug of ours. Every client must get an answer, and the service must go on."""
+        """Recover from a bug of ours: every client gets an error, and the service goes on."""
         self._answers.abandon(error)
         self._core.abandon(error)
         with self._wake:
-            # Those that the core does not know: on their way to it, or lost on that way.
+            # Requests that the core does not know: still in the inbox, or lost from it.
             sinks, self._sinks = self._sinks, {}
             self._inbox = []
             self._drop_reload(str(error))
@@ -427,7 +427,7 @@ class EngineService(RequestEvents):
             sink(Chunk(key, error=error))
 
     def _drop_reload(self, reason: str) -> None:
-        """Whoever ordered it must not wait for ever."""
+        """Fail a reload in progress, so that its operator does not wait for ever."""
         if self._reload is not None and not self._reload.is_over:
             self._reload.fail(reason)
 
@@ -443,7 +443,7 @@ def _rejection(error: CharoniaError) -> str:
 
 
 def _check_room(args: SchedulerArgs, index: PromptIndex) -> None:
-    """Raises ConfigError: no answer with a vector has room in the answer cache."""
+    """Raises ConfigError: the answer cache has no room for one answer with its vector."""
     least = MIN_ANSWER_BYTES + index.bytes_per_prompt
     if args.answer_cache_bytes is not None and args.answer_cache_bytes < least:
         raise ConfigError(

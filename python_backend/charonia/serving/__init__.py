@@ -1,1 +1,1 @@
-"""Triton glue: tensors, sessions, BLS, metrics. `pb_utils` is an argument, never an import."""
+"""The layer that talks to Triton: tensors, sessions, BLS. `pb_utils` is always an argument."""

@@ -1,11 +1,11 @@
-"""Answers that were given before, and requests that are computed once for several clients.
+"""The answer cache, and requests that are computed once for several clients.
 
-answer_cache          the requests that may be answered so, above the core that computes the others
-shared_computation    one computation, and all who get what comes of it
-subscribers           who gets what is computed so: each one's time, end and counts
+answer_cache          requests that may get such an answer, above the core that computes the others
+shared_computation    one computation and its subscribers
+subscribers           the live subscribers: timeouts, ends and counts
 answer_key            which requests have the same answer
-kept_answers          answers that are kept, and their prompts, by which similar ones are found
-answer_store          the answers, within bytes and time
+kept_answers          cached answers, and their prompts' vectors
+answer_store          the answers, bounded by bytes and age
 """
 
 from charonia.core.answers.answer_cache import AnswerCache

@@ -1,7 +1,8 @@
-"""Requests that may have another one's answer, above the core that computes all others.
+"""The answer cache: requests that may share an answer, above the core that computes the others.
 
-Owns which requests are computed once for several clients, when each of these ends, and when an
-answer is kept. Has no thread: its caller is the core's. Must not know steps, nor Triton.
+Owns the choice of requests that are computed once for several clients, the ends of these requests,
+and the choice of answers to keep. Has no thread; it is called in the core's. Must not know steps,
+nor Triton.
 
     add() ──► kept? ──────────────────────────► on_chunk(): all of it
           ├─► an equal one runs? join it ─────► on_chunk(): what came so far, and then what comes
@@ -9,8 +10,8 @@ answer is kept. Has no thread: its caller is the core's. Must not know steps, no
                 └─► EngineCore ─► on_chunk() ─► on_chunk(): for each subscriber
                                      └─ complete ─► kept
 
-A computation belongs to nobody. It has no time limit; its subscribers have theirs, and it ends when
-the last of them leaves. What is not cacheable passes through.
+A shared computation has no timeout. Its subscribers have timeouts, and it ends when the last of
+them leaves. Requests that are not cacheable pass through to the core.
 """
 
 from collections.abc import Callable, Collection
@@ -49,20 +50,20 @@ from charonia.errors import (
 from charonia.protocol import EngineInfo
 
 SHARED = "/shared"
-"""Ends the core's name of what is computed for several."""
+"""Suffix of the core's keys of shared computations."""
 
 
 class AnswerCache(RequestEvents):
-    """Answers requests from others' answers, or has the core compute them, and listens to that.
+    """Answers requests from the cache, or has the core compute them and gets its events.
 
     Args:
-        make_core: makes the core; its argument is told of the core's events.
-        events: told what becomes of each request.
-        clock: seconds, monotonic. log: takes one line.
-        similar: finds prompts that mean much the same; None where only equal ones count.
+        make_core: makes the core; its argument receives the core's events.
+        events: gets the events of each request.
+        clock: monotonic, in seconds. log: takes one line.
+        similar: finds prompts of similar meaning; None if only equal prompts count.
 
     Attributes:
-        core: what computes.
+        core: computes the requests.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class AnswerCache(RequestEvents):
         self._threshold = args.semantic_cache_threshold or 1.0
         self._computations: dict[str, SharedComputation] = {}  # by the core's key
         self._num_computations = 0  # so far
-        self._joinable: dict[bytes, SharedComputation] = {}  # by that of the answer
+        self._joinable: dict[bytes, SharedComputation] = {}  # by the answer's key
         self._subscribers = Subscribers(self._metrics, self.core.attainment, clock=clock, log=log)
         self._maybe_deserted: list[SharedComputation] = []
         self._seen: tuple[EngineInfo, EngineArgs, int] | None = None
@@ -93,18 +94,18 @@ class AnswerCache(RequestEvents):
     # ------------------------------------------------------------------ requests come and go
 
     def digest_of(self, request: GenerationRequest) -> bytes | None:
-        """What stands for the prompt of a request that was checked; None for one that passes.
+        """Digest of a checked request's prompt; None if the request is not cacheable.
 
-        It takes time with the prompt's length, so it is for any thread but that of the others.
+        It takes time in proportion to the prompt's length, so call it outside the core's thread.
         """
         is_cacheable = self._is_on and request.params.use_answer_cache and is_determined(request)
         return prompt_digest(request.prompt_ids) if is_cacheable and not request.is_probe else None
 
     def add(self, request: GenerationRequest, arrived_at: float, digest: bytes | None) -> None:
-        """Take a request in that was checked; what becomes of it is told by events.
+        """Add a checked request; its outcome comes by events.
 
         Args:
-            arrived_at: when it came, by the clock. digest: see `digest_of`.
+            arrived_at: its arrival, by the clock. digest: see `digest_of`.
         """
         self._look()
         if self._revision is None or digest is None:
@@ -122,20 +123,20 @@ class AnswerCache(RequestEvents):
             self._begin(subscriber, key)
 
     def cancel(self, key: str) -> None:
-        """End a request at its client's wish; one that is not live is none of our business."""
+        """Cancel a request for its client; a request that is not live is ignored."""
         subscriber = self._subscribers.get(key)
         if subscriber is None:
             self.core.cancel(key)
             return
         shared = subscriber.computation
         if shared.is_computed and len(shared.subscribers) == 1:
-            self.core.cancel(shared.key)  # it has what was held back, too
+            self.core.cancel(shared.key)  # the core also sends text that was held back
         else:
             self._leave(subscriber, RequestCancelledError("the request was cancelled"))
         self._subscribers.note_cancelled(subscriber)
 
     def end(self, key: str, error: CharoniaError) -> None:
-        """End a request with an error; nothing happens when it is not live."""
+        """End a request with an error; a request that is not live is ignored."""
         subscriber = self._subscribers.get(key)
         if subscriber is None:
             self.core.end(key, error)
@@ -145,7 +146,7 @@ class AnswerCache(RequestEvents):
             self._leave(subscriber, error)
 
     def cancel_samples(self, key: str, indexes: Collection[int]) -> None:
-        """End some samples of a request at its client's wish, without an error; see the core's."""
+        """Cancel some samples of a request, without an error; see the core's method."""
         subscriber = self._subscribers.get(key)
         if subscriber is None:
             self.core.cancel_samples(key, indexes)
@@ -156,7 +157,8 @@ class AnswerCache(RequestEvents):
             return
         if shared.is_computed and len(shared.subscribers) == 1:
             self._close_to_others(shared)
-            # With those that it left to others, who have gone: the core is to see the last one end.
+            # Includes samples that only former subscribers wanted: the core must see the last one
+            # end.
             left = subscriber.open.difference(wanted)
             self.core.cancel_samples(shared.key, set(range(params.n)) - left)
         else:
@@ -165,15 +167,15 @@ class AnswerCache(RequestEvents):
             self._subscribers.note_cancelled(subscriber)
 
     def close(self) -> None:
-        """End what the core does not know; it ends all else."""
+        """End the computations that the core does not have; the core ends the others."""
         for shared in list(self._computations.values()):
             for subscriber in [] if shared.is_computed else list(shared.subscribers):
                 self._leave(subscriber, ShuttingDownError())
 
     def abandon(self, error: CharoniaError) -> None:
-        """Count whatever is live as ended with an error, and forget it: whoever calls this ends it.
+        """Count all live requests as failed and forget them; the caller tells their clients.
 
-        What is computed is not looked at: whatever made it useless must not keep anybody waiting.
+        The computations are discarded unread, since they may be broken.
         """
         self._computations, self._joinable, self._maybe_deserted = {}, {}, []
         self._subscribers.abandon(error)
@@ -181,10 +183,9 @@ class AnswerCache(RequestEvents):
     # ------------------------------------------------------------------ from the core
 
     def refresh(self) -> None:
-        """See what time and the engine have made obsolete.
+        """Drop what is too old, and note whether another engine serves.
 
-        To be called before the core delivers anything of a step, of which the engine may be another
-        one than that of the step before.
+        To be called before the core delivers a step's output: its engine may be a new one.
         """
         if self._is_on:
             self._look()
@@ -213,7 +214,7 @@ class AnswerCache(RequestEvents):
                 self._subscribers.note_first_token(subscriber)
 
     def on_chunk(self, chunk: Chunk) -> None:
-        """See `RequestEvents`; a chunk goes to all who want it."""
+        """See `RequestEvents`; a chunk goes to all subscribers of its sample."""
         shared = self._computations.get(chunk.key)
         if shared is None:
             if not chunk.key.endswith(SHARED):
@@ -233,10 +234,10 @@ class AnswerCache(RequestEvents):
     # ------------------------------------------------------------------ who gets what
 
     def _look(self) -> None:
-        """See whether another engine serves: whose tokens are not those of the one before.
+        """Note whether another model serves, whose tokens differ from the last one's.
 
-        While there is none it is as if the last one served: what begins now is its own only if
-        it is of the same revision.
+        Without an engine the last revision stays: a computation that begins now is kept only if the
+        next engine has the same one.
         """
         core = self.core
         if not (self._is_on and core.is_up):
@@ -261,7 +262,7 @@ class AnswerCache(RequestEvents):
         return self._kept.get(key, request, self._clock())
 
     def _computation_for(self, key: bytes, request: GenerationRequest) -> SharedComputation | None:
-        """One that a request may join; None where it is better off alone."""
+        """A computation that a request may join, or None."""
         shared = self._joinable.get(key)
         if shared is None or self._has_order(request):
             return None
@@ -270,14 +271,14 @@ class AnswerCache(RequestEvents):
         return shared if has_all and is_in_time else None
 
     def _has_order(self, request: GenerationRequest) -> bool:
-        """Whether a request's deadline says when it is served, so that it cannot be another's."""
+        """Whether a request's place in the queue depends on its deadline; such ones don't join."""
         is_by_deadline = self.core.engine_args.scheduling_policy == "deadline"
         return is_by_deadline and request.params.deadline_ms is not None
 
     def _begin(self, subscriber: Subscriber, answer_key: bytes) -> None:
         request, arrived_at = subscriber.request, subscriber.arrived_at
         may_join = not self._has_order(request)
-        # Who came first may leave, and another one come with the same key.
+        # The first request may leave, and another one may arrive with the same key.
         self._num_computations += 1
         name = f"{request.key}/{self._num_computations}{SHARED}"
         computed = replace(request, key=name, is_shared=True, timeout_s=None)
@@ -300,9 +301,9 @@ class AnswerCache(RequestEvents):
         self.core.add(shared.request, shared.arrived_at)
 
     def _settle(self, shared: SharedComputation, match: Match | None) -> None:
-        """What is nearest to a computation's prompt is known: take its answer, or compute one."""
+        """Take the answer of the most similar prompt, or compute one."""
         if self._computations.get(shared.key) is not shared:
-            return  # nobody waits for it any more
+            return  # all subscribers have left
         self._look()
         answer = None
         if match is not None:
@@ -311,7 +312,7 @@ class AnswerCache(RequestEvents):
                 answer = self._kept_for(match.key, shared.request)
         if match is None or answer is None:
             self._compute(shared)
-            self._maybe_deserted.append(shared)  # of single samples
+            self._maybe_deserted.append(shared)  # single samples may have been cancelled meanwhile
             return
         self._metrics.count("charonia_answer_cache_hits_total", label="semantic")
         self._drop(shared)
@@ -342,7 +343,7 @@ class AnswerCache(RequestEvents):
         if own.timing is not None and subscriber is not shared.leader:
             own = msgspec.structs.replace(own, timing=shared.timing_for(subscriber, own.timing))
         if own.is_final:
-            if not chunk.is_final:  # others want samples that it does without
+            if not chunk.is_final:  # others still want samples that it cancelled
                 own = msgspec.structs.replace(own, timing=subscriber.timing_so_far(now))
                 shared.subscribers.remove(subscriber)
                 self._maybe_deserted.append(shared)
@@ -350,7 +351,7 @@ class AnswerCache(RequestEvents):
         self._events.on_chunk(own)
 
     def _give_whole(self, subscriber: Subscriber, answer: Answer, source: Source) -> None:
-        """Deliver an answer that was kept."""
+        """Deliver a cached answer."""
         self._events.on_joined(subscriber.key)
         now = self._clock()
         waited_s = now - subscriber.arrived_at
@@ -358,7 +359,7 @@ class AnswerCache(RequestEvents):
         self._subscribers.note_first_token(subscriber)
         for chunk in whole_answer(answer.pieces(), subscriber.request):
             own = subscriber.take(chunk, now)
-            if own is None:  # its client does without this sample
+            if own is None:  # its client cancelled this sample
                 continue
             if own.is_final:
                 own = msgspec.structs.replace(own, timing=timing)
@@ -368,13 +369,13 @@ class AnswerCache(RequestEvents):
     # ------------------------------------------------------------------ ends
 
     def _end(self, shared: SharedComputation, now: float) -> None:
-        """A computation is over; its answer is kept where it is whole."""
+        """Finish a computation, and keep its answer if that is complete."""
         self._drop(shared)
         if shared.is_own and shared.pieces.is_complete(shared.request.params.n):
             self._kept.keep(shared, now)
 
     def _drop(self, shared: SharedComputation) -> None:
-        """Know a computation no more."""
+        """Forget a computation."""
         del self._computations[shared.key]
         self._close_to_others(shared)
 
@@ -384,10 +385,10 @@ class AnswerCache(RequestEvents):
             del self._joinable[shared.answer_key]
 
     def _expire(self, now: float) -> None:
-        """End the requests whose time is over."""
+        """End the requests that have timed out."""
         for key, is_until_start in self._subscribers.take_due(now):
             subscriber = self._subscribers.get(key)
-            if subscriber is None:  # it had another limit, which is over as well
+            if subscriber is None:  # its other timeout has just ended it
                 continue
             has_started = subscriber.computation.started_at is not None
             if is_until_start and has_started:
@@ -396,7 +397,7 @@ class AnswerCache(RequestEvents):
             self.end(key, error)
 
     def _end_deserted(self) -> None:
-        """End what is computed for nobody: samples that all do without, or all of it."""
+        """End samples, and whole computations, that no subscriber wants."""
         computations, self._maybe_deserted = dict.fromkeys(self._maybe_deserted), []
         for shared in computations:
             if not shared.is_computed:
@@ -413,11 +414,11 @@ class AnswerCache(RequestEvents):
         error: CharoniaError | None,
         indexes: Collection[int] | None = None,
     ) -> None:
-        """End a request, whose computation goes on for others or has not begun.
+        """End a request whose computation goes on for others or has not begun.
 
         Args:
-            error: None where its client wants no more. indexes: of the samples that end; None for
-                all, and with others it goes on.
+            error: None if the client cancelled samples. indexes: samples that end; None is all of
+                them. If others are left, the request goes on.
         """
         shared, now = subscriber.computation, self._clock()
         indexes = subscriber.open if indexes is None else indexes

@@ -1,7 +1,7 @@
 """Which requests have the same answer.
 
-Owns what makes two requests equal: the model's revision, whose they are, their prompts, and every
-sampling parameter but those that change no token. Must not know what becomes of an answer.
+Owns the keys of answers. Two requests are equal if they have the same model revision, tenant, salt,
+prompt and sampling parameters, but for parameters that change no token. Must not know the answers.
 
     revision ─┐
     parameters, tenant, salt ─► scope ─┐
@@ -22,26 +22,25 @@ from charonia.protocol import EngineInfo, SamplingParams
 CHANGES_NO_TOKEN = frozenset(
     {"priority", "deadline_ms", "cache_priority", "cache_ttl_s", "use_answer_cache"}
 )
-"""Sampling parameters that say when a request is served, how long, and what is kept of it. All
-others count, so that one that is new counts, too."""
+"""Sampling parameters that concern scheduling and caching only. All others are part of the key, so
+that a new parameter is, too."""
 _OF_THIS_PROCESS = {"epoch": 0, "pids": [], "num_blocks": 0, "kept": None, "memory": None}
-"""What an EngineInfo says that changes no token: `Limits` say how long an answer may be."""
+"""Fields of EngineInfo that change no token, and neutral values for them."""
 _DIGEST_BYTES = 32
 
 
 def prompt_digest(prompt_ids: Sequence[int]) -> bytes:
-    """What stands for a prompt in a key. For any thread; ids must have been checked."""
+    """The digest of a prompt in a key. For any thread; the ids must have been checked."""
     return _digest(array("I", prompt_ids).tobytes())
 
 
 def revision_of(info: EngineInfo, args: EngineArgs, limits: Limits) -> bytes | None:
-    """What stands for a model, as it is served, in a key.
+    """The digest of a model, as it is served, in a key.
 
-    It is another one for each checkpoint, each argument of the engine, and each length that a
-    request may have.
+    It depends on the checkpoint, the arguments of the engine and the greatest length of a request.
 
     Returns:
-        None where no answer is the model's own, as drafts are accepted whatever they are.
+        None if drafts are accepted at a synthetic rate: such answers are not the model's own.
     """
     config = args.speculative_config
     if config is not None and config.synthetic_acceptance_rate is not None:
@@ -51,18 +50,18 @@ def revision_of(info: EngineInfo, args: EngineArgs, limits: Limits) -> bytes | N
 
 
 def is_greedy(params: SamplingParams) -> bool:
-    """Whether the likeliest token is taken, so that no seed counts."""
+    """Whether sampling always takes the likeliest token, so that the seed does not matter."""
     return params.temperature == 0.0 or params.top_k == 1
 
 
 def is_determined(request: GenerationRequest) -> bool:
-    """Whether there is one answer to a request, each time it comes."""
+    """Whether a request is deterministic: it has the same answer each time."""
     params = request.params
     return is_greedy(params) or params.seed is not None
 
 
 def scope_of(params: SamplingParams, revision: bytes) -> bytes:
-    """What requests have in common that have the same answer where they have the same prompt."""
+    """The digest of all that makes requests equal except their prompts."""
     values = {
         name: _ordered(getattr(params, name))
         for name in params.__struct_fields__
@@ -74,12 +73,12 @@ def scope_of(params: SamplingParams, revision: bytes) -> bytes:
 
 
 def scope_of_key(key: bytes) -> bytes:
-    """The scope of a key, which is that and the digest of a prompt."""
+    """The scope in a key; the rest of the key is the prompt's digest."""
     return key[:_DIGEST_BYTES]
 
 
 def _ordered(value: object) -> object:
-    """A value of which equal ones are encoded alike."""
+    """A value in a form in which equal values are encoded alike."""
     return sorted(value.items()) if isinstance(value, dict) else value
 
 

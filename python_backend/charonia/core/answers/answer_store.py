@@ -1,10 +1,8 @@
-"""Answers that are kept: bounded by bytes and time, the least recently used one goes first.
+"""The cached answers: an LRU cache that is bounded by bytes and age.
 
-Owns the answers and their compact form. Must not know requests, nor the time of day: it is an
-argument.
+Owns the answers and their compact form. Must not know requests; the time is an argument.
 
-An answer lies here as MessagePack, so that its bytes are those that it takes, but for
-`ENTRY_BYTES`.
+An answer is stored as MessagePack, so its size is known: the bytes of that and `ENTRY_BYTES`.
 """
 
 from collections import OrderedDict, deque
@@ -16,15 +14,15 @@ from charonia.core.output.outputs import Chunk
 from charonia.protocol import FinishReason, TokenLogprobs
 
 PIECE_TOKENS = 32
-"""Of one sample, that a stream gets in one piece."""
+"""Tokens of one sample in one piece of a streamed answer."""
 ENTRY_BYTES = 800
-"""That an answer takes beside its content: its key, and its place in what is ordered here."""
+"""Memory of an answer beside its content: its key and its entries in the indexes."""
 
 Eviction = Literal["bytes", "age"]
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Some of one sample's output; see `Chunk`."""
+    """A part of one sample's output; see `Chunk`."""
 
     index: int
     text: str
@@ -39,9 +37,9 @@ class Answer(NamedTuple):
     """A whole answer.
 
     Attributes:
-        content: its pieces, encoded. num_bytes: that it takes, with all that belongs to it.
-        has_scores: whether log-probabilities were counted.
-        expires_at: seconds. number: how many came before it.
+        content: its pieces, encoded. num_bytes: its memory, with all that belongs to it.
+        has_scores: whether it has log-probabilities.
+        expires_at: in seconds. number: how many answers were stored before it.
     """
 
     content: bytes
@@ -51,7 +49,7 @@ class Answer(NamedTuple):
     number: int
 
     def pieces(self) -> list[Piece]:
-        """What it consists of, in order."""
+        """Its pieces, in order."""
         return _decoder.decode(self.content)
 
 
@@ -61,19 +59,19 @@ _decoder = msgspec.msgpack.Decoder(list[Piece])
 
 
 class Pieces:
-    """The chunks of one request as they come, joined.
+    """Gathers the chunks of one request into pieces.
 
-    Those of one sample are joined up to `PIECE_TOKENS` tokens, and take the place of the last; so
-    they need little more memory than their texts and tokens.
+    Chunks of one sample are joined up to `PIECE_TOKENS` tokens, so they need little more memory
+    than their texts and tokens.
     """
 
     def __init__(self) -> None:
         self._whole: list[Chunk] = []
-        self._parts: dict[int, list[Chunk]] = {}  # of each sample's next piece
+        self._parts: dict[int, list[Chunk]] = {}  # of each sample's unfinished piece
         self._num_parts: dict[int, int] = {}  # tokens of these
 
     def add(self, chunk: Chunk) -> None:
-        """Take the next chunk."""
+        """Add the next chunk."""
         index, num_tokens = chunk.index, len(chunk.token_ids)
         parts = self._parts.setdefault(index, [])
         parts.append(chunk)
@@ -83,18 +81,18 @@ class Pieces:
             del self._parts[index], self._num_parts[index]
 
     def so_far(self) -> list[Chunk]:
-        """What came so far, one chunk for each sample of which there is something."""
+        """The output so far: one chunk for each sample that has any."""
         found: dict[int, list[Chunk]] = {}
         for chunk in (*self._whole, *(one for parts in self._parts.values() for one in parts)):
             found.setdefault(chunk.index, []).append(chunk)
         return [Chunk.merge(own) for _, own in sorted(found.items())]
 
     def is_complete(self, num_samples: int) -> bool:
-        """Whether so many samples have ended by themselves."""
+        """Whether this many samples have ended by a stop or by their length."""
         return sum(chunk.finish_reason in _COMPLETE for chunk in self._whole) == num_samples
 
     def encoded(self) -> bytes:
-        """An answer that is complete."""
+        """The content of an `Answer`, once this is complete."""
         return _encoder.encode([_piece(chunk) for chunk in self._whole])
 
 
@@ -114,26 +112,26 @@ class AnswerStore:
     """The answers, by key.
 
     Args:
-        max_bytes: that all may take. ttl_s: for how long each is kept.
+        max_bytes: memory of all answers. ttl_s: how long each is kept, in seconds.
     """
 
     def __init__(self, max_bytes: int, ttl_s: float) -> None:
         self._max_bytes = max_bytes
         self._ttl_s = ttl_s
-        self._answers: OrderedDict[bytes, Answer] = OrderedDict()  # the last used one is last
-        self._by_age: deque[tuple[int, bytes]] = deque()  # numbers and keys; some have gone
+        self._answers: OrderedDict[bytes, Answer] = OrderedDict()  # most recently used last
+        self._by_age: deque[tuple[int, bytes]] = deque()  # numbers and keys
         self._next_number = 0
         self.num_bytes = 0
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Number of answers."""
         return len(self._answers)
 
     def get(self, key: bytes, now: float, *, needs_scores: bool) -> Answer | None:
-        """An answer, which is then the last used one.
+        """Find an answer and mark it as used.
 
         Args:
-            needs_scores: whether log-probabilities must have been counted.
+            needs_scores: whether it must have log-probabilities.
         """
         answer = self._answers.get(key)
         if answer is None or answer.expires_at <= now or (needs_scores and not answer.has_scores):
@@ -144,14 +142,13 @@ class AnswerStore:
     def put(
         self, key: bytes, content: bytes, now: float, *, has_scores: bool, num_more_bytes: int = 0
     ) -> list[bytes] | None:
-        """Keep an answer instead of what there is with this key.
+        """Store an answer; it replaces the one with this key.
 
         Args:
-            num_more_bytes: that it takes elsewhere.
+            num_more_bytes: memory that it takes elsewhere.
 
         Returns:
-            The keys of those that gave way to it; None where it is larger than all may be, and not
-            kept.
+            Keys of the evicted answers; None if this one exceeds `max_bytes` and is not stored.
         """
         num_bytes = len(content) + ENTRY_BYTES + num_more_bytes
         answer = Answer(content, num_bytes, has_scores, now + self._ttl_s, self._next_number)
@@ -173,7 +170,7 @@ class AnswerStore:
         return evicted
 
     def expire(self, now: float) -> list[bytes]:
-        """Give up what has been kept for long enough; its keys."""
+        """Evict the expired answers; return their keys."""
         evicted = []
         while self._by_age:
             number, key = self._by_age[0]

@@ -1,7 +1,7 @@
-"""Answers that are kept, and their prompts, by which similar ones are found.
+"""The cached answers, and their prompts' vectors, by which similar prompts are found.
 
-Owns that both are kept and given up together, and what is counted of that. Must not know who gets
-an answer.
+Keeps both together: what is stored in one and evicted from it is so in the other. Owns the metrics
+of that. Must not know who gets an answer.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,10 +16,10 @@ from charonia.metrics.metrics import Metrics
 
 
 class KeptAnswers:
-    """The answers, by key, and the prompts of those that have a vector.
+    """The answers, by key, and the vectors of their prompts, where there are any.
 
     Args:
-        similar: finds prompts that mean much the same; None where only equal ones count.
+        similar: finds prompts of similar meaning; None if only equal prompts count.
     """
 
     def __init__(
@@ -30,30 +30,30 @@ class KeptAnswers:
         self._similar = similar
 
     def get(self, key: bytes, request: GenerationRequest, now: float) -> Answer | None:
-        """The answer with a key, if it has all that a request asks for."""
+        """The answer with a key, if it has the log-probabilities that a request needs."""
         return self._store.get(key, now, needs_scores=request.counts_logprobs)
 
     def ask_for_similar(
         self, shared: SharedComputation, done: Callable[[Match | None], None]
     ) -> bool:
-        """Look for a prompt that means much the same as a computation's.
+        """Begin to look for a prompt that is similar to a computation's.
 
         Args:
-            done: is posted with what there is; None where it could not be looked for.
+            done: called with the nearest one, in the core's thread; with None if the search failed.
 
         Returns:
-            Whether it is looked for.
+            Whether a search has begun.
         """
         request, scope = shared.request, scope_of_key(shared.answer_key)
         if self._similar is None or request.params.prompt_logprobs is not None:
-            return False  # another prompt has other log-probabilities
+            return False  # another prompt's log-probabilities differ
         return self._similar.ask(scope, request.prompt_ids, done)
 
     def keep(self, shared: SharedComputation, now: float) -> None:
-        """Keep the whole answer of a computation that is over."""
+        """Store the complete answer of a computation that has ended."""
         key, similar, has_scores = shared.answer_key, self._similar, shared.request.counts_logprobs
         if not has_scores and self._store.get(key, now, needs_scores=True) is not None:
-            return  # it serves more requests than this one would
+            return  # the stored one has log-probabilities, this one has none
         has_vector = similar is not None and shared.vector is not None
         evicted = self._store.put(
             key,
@@ -68,15 +68,15 @@ class KeptAnswers:
         if similar is not None:
             if has_vector:
                 similar.keep(scope_of_key(key), key, shared.vector)
-            else:  # there may be one of an answer whose place this has taken
+            else:  # there may be a vector of the answer that this one replaces
                 similar.forget(key)
 
     def expire(self, now: float) -> None:
-        """Give up what has been kept for long enough."""
+        """Evict the expired answers."""
         self._note_evicted(self._store.expire(now), "age")
 
     def show_metrics(self) -> None:
-        """Bring up to date what the metrics say of them."""
+        """Update the gauges of the cache."""
         gauges = self._metrics.gauges
         gauges["charonia_answer_cache_answers", ""] = len(self._store)
         gauges["charonia_answer_cache_bytes", ""] = self._store.num_bytes

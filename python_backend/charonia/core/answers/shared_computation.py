@@ -1,7 +1,7 @@
-"""One computation, and all who get what comes of it.
+"""One computation and its subscribers.
 
-Owns what each of its subscribers has got so far, and the form in which it gets the rest. Must not
-know who may subscribe, nor what is kept of the answer.
+Owns what each subscriber has received so far, and how it receives the rest. Must not know which
+requests may subscribe, nor what is cached of the answer.
 
     core ──chunk──► SharedComputation ──┬──► subscriber: the one for which it began
                                         ├──► subscriber: joined later, all from the beginning in
@@ -23,11 +23,12 @@ from charonia.protocol import FinishReason
 
 
 class Source(NamedTuple):
-    """Whose answer a request gets that is not computed for itself.
+    """Where a request's answer comes from that was not computed for it.
 
     Attributes:
-        kind: an equal one's that was kept; an equal one's that runs; one's whose prompt is similar.
-        similarity: of the prompts.
+        kind: "exact", the cached answer of an equal request; "joined", the computation of an equal
+            request; "semantic", the cached answer of a request with a similar prompt.
+        similarity: cosine similarity of the prompts.
     """
 
     kind: Literal["exact", "joined", "semantic"]
@@ -50,9 +51,9 @@ def timing_of_cached(
     """The timing of a request for which nothing was computed.
 
     Args:
-        source: None for one that left what is computed to others.
-        queue_s, total_s: seconds from its arrival until it was served, and to its end.
-        first_s: to its first token; None where there was none.
+        source: None for a request that left its computation to other subscribers.
+        queue_s, total_s: seconds from its arrival to its start, and to its end.
+        first_s: seconds to its first token; None without one.
     """
     timing: Timing = {"queue_seconds": queue_s, "total_seconds": total_s, **_NOTHING_DONE}
     if first_s is not None:
@@ -65,7 +66,7 @@ def timing_of_cached(
 
 
 def whole_answer(pieces: Sequence[Piece], request: GenerationRequest) -> Iterator[Chunk]:
-    """The chunks of an answer that was kept, for another request."""
+    """The chunks of a cached answer, for a new request."""
     num_open = request.params.n
     for piece in pieces:
         num_open -= piece.finish_reason is not None
@@ -85,14 +86,14 @@ def whole_answer(pieces: Sequence[Piece], request: GenerationRequest) -> Iterato
 
 @dataclass(slots=True, eq=False)
 class Subscriber:
-    """A client's request that gets what a computation, or the cache, gives.
+    """A client's request that is answered from a shared computation or from the cache.
 
     Attributes:
-        arrived_at: when it came, in seconds.
-        open: its samples that have not ended. reason: why the last one ended that did by itself;
-            "cancelled" while none did.
-        first_at: when there was a first token for it, be it held back.
-        num_tokens: that it got, by sample.
+        arrived_at: its arrival, in seconds.
+        open: its samples that have not ended. reason: finish reason of the last sample that was not
+            cancelled; "cancelled" without one.
+        first_at: when its first token was there, even if it was held back.
+        num_tokens: tokens that it has received, by sample.
     """
 
     request: GenerationRequest
@@ -103,7 +104,7 @@ class Subscriber:
     first_at: float | None = None
     num_tokens: list[int] = field(default_factory=list)
     _spans: dict[int, tuple[float, float]] = field(default_factory=dict)
-    """When it got the first tokens of a sample, and the last ones so far."""
+    """When it received the first and the latest tokens of each sample."""
 
     def __post_init__(self) -> None:
         self.open = set(range(self.request.params.n))
@@ -111,51 +112,51 @@ class Subscriber:
 
     @property
     def key(self) -> str:
-        """Its request's."""
+        """Key of its request."""
         return self.request.key
 
     @property
     def computation(self) -> "SharedComputation":
-        """Whose chunks it gets."""
+        """The computation whose chunks it gets."""
         assert self._computation is not None, "it gets an answer that was kept"
         return self._computation
 
     def join(self, computation: "SharedComputation") -> None:
-        """Get what comes of a computation."""
+        """Subscribe to a computation."""
         self._computation = computation
         computation.subscribers.append(self)
 
     @property
     def first_token_s(self) -> float | None:
-        """From its arrival to its first token."""
+        """Seconds from its arrival to its first token."""
         return None if self.first_at is None else self.first_at - self.arrived_at
 
     @property
     def inter_token_s(self) -> float | None:
-        """From one token to the next in the mean, of the slowest sample."""
+        """Mean seconds between tokens, of the slowest sample."""
         params = self.request.params
         has_one, is_ranked = params.num_samples == 1, params.num_samples > params.n
         found = []
         for index, (first_at, last_at) in self._spans.items():
             if (has_one or is_ranked) and self.first_at is not None:
-                first_at = self.first_at  # what came with it, or before it, was held back
+                first_at = self.first_at  # earlier tokens were held back
             if self.num_tokens[index] > 1:
                 found.append((last_at - first_at) / (self.num_tokens[index] - 1))
         return max(found, default=None)
 
     def queue_s(self, now: float) -> float:
-        """How long it waited until something was computed for it, or its end."""
+        """Seconds that it waited for the computation's start, or for its own end."""
         started_at = None if self._computation is None else self._computation.started_at
         return max(0.0, (now if started_at is None else started_at) - self.arrived_at)
 
     def timing_so_far(self, now: float) -> Timing:
-        """Its timing, where it ends before the computation does."""
+        """Its timing if it ends before the computation does."""
         source = None if self is self.computation.leader else Source("joined")
         total_s = now - self.arrived_at
         return timing_of_cached(source, self.queue_s(now), self.first_token_s, total_s)
 
     def take(self, chunk: Chunk, now: float) -> Chunk | None:
-        """A chunk as its client gets it; None where that wants no more of the sample."""
+        """A chunk in the form for its client; None if it has cancelled the sample."""
         if not self.open or (chunk.index not in self.open and not chunk.is_final):
             return None
         if chunk.token_ids:
@@ -181,7 +182,7 @@ class Subscriber:
         """The last chunks of samples that end while the computation goes on.
 
         Args:
-            error: None where its client wants no more of them, which is none.
+            error: None if its client has cancelled the samples.
         """
         for index in sorted(self.open.intersection(indexes)):
             self.open.discard(index)
@@ -198,17 +199,17 @@ class Subscriber:
 
 @dataclass(slots=True, eq=False)
 class SharedComputation:
-    """A request that is computed, for as many clients as want the same.
+    """A computation for all clients that sent an equal request.
 
     Attributes:
-        key: its name in the core. answer_key: what its answer is found by.
-        request: what is computed. arrived_at: when the first one came, in seconds.
-        leader: who came first; it may have left.
+        key: its key in the core. answer_key: the key of its answer in the cache.
+        request: the request that is computed. arrived_at: arrival of the first one, in seconds.
+        leader: the first subscriber; it may have left.
         open: the samples that have not ended.
-        is_own: whether all its tokens are the model's that it began with.
-        is_computed: whether the core has it; before, a similar prompt is looked for.
-        vector: of its prompt, where one was made.
-        pieces: what came so far, but for errors. started_at: when its first step began.
+        is_own: whether all its tokens come from the model revision that it began with.
+        is_computed: whether the core has it; False while a similar prompt is looked for.
+        vector: of its prompt, if one was computed.
+        pieces: its output so far, without errors. started_at: when its first step began.
         has_token: whether it has a first token.
     """
 
@@ -230,7 +231,7 @@ class SharedComputation:
         self.open = set(range(self.request.params.n))
 
     def timing_for(self, subscriber: Subscriber, timing: Timing) -> Timing:
-        """The timing of one who joined, by that of the computation."""
+        """The timing of a subscriber that joined, from that of the computation."""
 
         def since_it_came(name: str) -> float | None:
             value = timing.get(name)

@@ -1,8 +1,8 @@
-"""Earlier prompts that mean much the same, found in a thread of its own.
+"""Finds earlier prompts of similar meaning, in a thread of its own.
 
-Owns that thread, and what waits for it. Must not know answers, nor how prompts are compared: that
-is the index's, which is used in this thread alone. A vector takes milliseconds, a look at the index
-a fraction of one, so neither is for the scheduling thread.
+Owns that thread and its queue. Must not know answers, nor how prompts are compared: the index does,
+which is used in this thread only. A vector takes milliseconds and a search of the index a fraction
+of one, too much for the scheduling thread.
 """
 
 import threading
@@ -13,16 +13,16 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 
 MAX_LOOKUPS = 16
-"""That wait at once: a request that comes then is computed without a look, rather than late."""
+"""Most searches that wait at once; further requests are computed without a search."""
 _END: Callable[[], None] = lambda: None  # noqa: E731 (it is compared, and never called)
 
 
 class Match(Protocol):
-    """What is nearest to a prompt.
+    """The earlier prompt that is nearest to a prompt.
 
     Attributes:
-        vector: of the prompt, for `PromptIndex.add`. key: of the nearest one, None where there is
-            none. similarity: the cosine of both.
+        vector: of the prompt, for `PromptIndex.add`. key: of the nearest one; None without one.
+        similarity: cosine similarity of both.
     """
 
     @property
@@ -34,32 +34,32 @@ class Match(Protocol):
 
 
 class PromptIndex(Protocol):
-    """Earlier prompts by scope: what was put into one is found in that one alone."""
+    """The vectors of earlier prompts. Each scope is searched separately."""
 
     @property
     def bytes_per_prompt(self) -> int:
-        """That one takes."""
+        """Memory of one prompt."""
         ...
 
     def find(self, scope: bytes, text: str) -> Match | None:
-        """The nearest one; None where a text cannot be compared."""
+        """The nearest prompt; None if the text cannot be compared."""
         ...
 
     def add(self, scope: bytes, key: bytes, vector: Any) -> None:
-        """Have a prompt found from now on."""
+        """Add a prompt."""
         ...
 
     def remove(self, key: bytes) -> None:
-        """Find it no more."""
+        """Remove a prompt."""
         ...
 
 
 class SimilarPrompts:
-    """An index and its thread. All methods are for one other thread.
+    """An index and its thread. All methods are called from one other thread.
 
     Args:
-        decode: gives the text of a prompt.
-        post: has a function called in that other thread. log: takes one line.
+        decode: returns the text of a prompt.
+        post: calls a function in that other thread, later. log: takes one line.
     """
 
     def __init__(
@@ -75,13 +75,13 @@ class SimilarPrompts:
         self._post = post
         self._log = log
         self._num_waiting = 0
-        self._lock = threading.Lock()  # of that number
+        self._lock = threading.Lock()  # for _num_waiting
         self._jobs: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="charonia-similar", daemon=True)
 
     @property
     def bytes_per_prompt(self) -> int:
-        """That a prompt takes in the index."""
+        """Memory of one prompt in the index."""
         return self._index.bytes_per_prompt
 
     def start(self) -> None:
@@ -89,7 +89,7 @@ class SimilarPrompts:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the thread; nothing is posted from now on."""
+        """Stop the thread; nothing is posted afterwards."""
         self._jobs.put(_END)
         if self._thread.ident is not None:
             self._thread.join()
@@ -97,13 +97,13 @@ class SimilarPrompts:
     def ask(
         self, scope: bytes, prompt_ids: Sequence[int], done: Callable[[Match | None], None]
     ) -> bool:
-        """Look for the prompt that is nearest to another one.
+        """Begin to search the prompt that is nearest to another one.
 
         Args:
-            done: is posted with what there is; None where it could not be looked for.
+            done: posted with the match, or with None if the search failed.
 
         Returns:
-            Whether it is looked for: it is not where too many wait.
+            Whether a search has begun; False if too many wait.
         """
         with self._lock:
             if self._num_waiting >= MAX_LOOKUPS:
@@ -113,11 +113,11 @@ class SimilarPrompts:
         return True
 
     def keep(self, scope: bytes, key: bytes, vector: Any) -> None:
-        """Have a prompt found from now on."""
+        """Add a prompt."""
         self._jobs.put(partial(self._index.add, scope, key, vector))
 
     def forget(self, key: bytes) -> None:
-        """Find a prompt no more; nothing happens where there is none."""
+        """Remove a prompt, if there is one with this key."""
         self._jobs.put(partial(self._index.remove, key))
 
     def _find(

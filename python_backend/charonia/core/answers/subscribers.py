@@ -1,7 +1,7 @@
-"""The live requests that get what a shared computation gives: their time, their end, their counts.
+"""The live subscribers of shared computations: their timeouts, ends and counts.
 
-Owns where such a request ends and is counted, as `core.request_registry` does for those that are
-computed each for itself. Must not know when or why one ends, nor who gets what.
+Owns the place where such a request ends and is counted; `core.request_registry` does that for all
+other requests. Must not know why one ends, nor who gets which chunk.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ class Subscribers:
     """All subscribers, by the keys of their requests.
 
     Args:
-        clock: seconds, monotonic. log: takes one line.
+        clock: monotonic, in seconds. log: takes one line.
     """
 
     def __init__(
@@ -38,15 +38,15 @@ class Subscribers:
         self._deadlines = Deadlines()
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Number of subscribers."""
         return len(self._by_key)
 
     def get(self, key: str) -> Subscriber | None:
-        """The subscriber with a key; None where there is none."""
+        """The subscriber with this key, or None."""
         return self._by_key.get(key)
 
     def add(self, subscriber: Subscriber) -> None:
-        """One lives from now on. Its time runs from its arrival."""
+        """Add a subscriber. Its timeouts count from its arrival."""
         request, arrived_at = subscriber.request, subscriber.arrived_at
         self._by_key[request.key] = subscriber
         if request.timeout_s is not None:
@@ -56,17 +56,17 @@ class Subscribers:
             self._deadlines.add(request.key, arrived_at + request.params.deadline_ms / 1000)
 
     def take_due(self, now: float) -> list[tuple[str, bool]]:
-        """Whose time is over: the keys, and whether it was the time until the first step."""
+        """Keys whose timeouts are over, and whether it was the timeout until the first step."""
         return self._deadlines.take_due(now)
 
     def note_first_token(self, subscriber: Subscriber) -> None:
-        """There is a first token for one, at this moment."""
+        """Note that a subscriber's first token is there now."""
         subscriber.first_at = self._clock()
         waited_s = subscriber.first_at - subscriber.arrived_at
         self._metrics.observe_request("charonia_time_to_first_token_seconds", waited_s)
 
     def note_cancelled(self, subscriber: Subscriber) -> None:
-        """Count one that its client has cancelled, and what it got until then."""
+        """Count and log a cancelled request, with the tokens that it had received."""
         self._metrics.count("charonia_cancellations_total")
         request, num_tokens = subscriber.request, sum(subscriber.num_tokens)
         self._log(
@@ -79,14 +79,14 @@ class Subscribers:
         )
 
     def end(self, subscriber: Subscriber, last: Chunk, now: float) -> None:
-        """Forget one whose last chunk this is, and count it; it may have got a kept answer."""
+        """Remove and count a request with its last chunk; it may have had a cached answer."""
         self._by_key.pop(subscriber.key, None)
         self._deadlines.remove(subscriber.key)
         reason = subscriber.reason if last.error is None else last.error.kind
         self._count_end(subscriber, reason, now)
 
     def abandon(self, error: CharoniaError) -> None:
-        """Forget all, and count them as ended with an error."""
+        """Remove all, and count them as ended with an error."""
         subscribers, now = self._by_key.values(), self._clock()
         self._by_key, self._deadlines = {}, Deadlines()
         for subscriber in subscribers:

@@ -1,11 +1,11 @@
-"""What each tenant got of the server, and whether it was what was promised.
+"""What each tenant received, and whether its targets were met.
 
-Owns which end of a request counts as what, and what was computed for whom. Must not know
-how requests are served.
+Owns how the ends of requests and the computed tokens are counted. Must not know how requests are
+served.
 
-A request that its client cancelled says nothing of what was promised. One that ended with an error
-before its first token has missed the target for that, and so has one that was refused: clients see
-no difference. Only a refusal of which the client or its tenant is the cause says nothing.
+A cancelled request does not count for the targets. A request that ended with an error before its
+first token has missed the target for the first token. So has a refused request: clients see no
+difference. A refusal does not count if the client or its tenant is the cause.
 """
 
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ _CANCELLED = "cancelled"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestEnd:
-    """A request that was accepted and is over.
+    """The end of an accepted request.
 
     Attributes:
         reason: "stop", "length", or the kind of its error.
-        first_token_s: from its arrival; None where there was no token.
-        inter_token_s: in the mean of its tokens after the first; None without such.
+        first_token_s: from its arrival to its first token; None without one.
+        inter_token_s: mean time between its tokens; None with fewer than two.
         has_deadline: whether it had a `deadline_ms`.
     """
 
@@ -36,14 +36,14 @@ class RequestEnd:
 
 
 class Attainment:
-    """Counts by tenant: the ends of requests, and what was computed."""
+    """Counts the ends of requests and the computed tokens, by tenant."""
 
     def __init__(self, tenants: Tenants, metrics: Metrics) -> None:
         self._tenants = tenants
         self._metrics = metrics
 
     def note_end(self, end: RequestEnd) -> None:
-        """Count a request that is over."""
+        """Count the end of a request."""
         args, label = self._tenants.of(end.tenant), self._tenants.label_of(end.tenant)
         self._metrics.count("charonia_tenant_requests_total", 1, label)
         if end.reason == _CANCELLED:
@@ -59,11 +59,11 @@ class Attainment:
             self._count("charonia_inter_token_target", label, is_met=is_met)
 
     def note_computed(self, tenant: str, num_prompt: int, num_tokens: int) -> None:
-        """Count what was computed for a tenant, be it for one request or for several.
+        """Count the tokens that were computed for a tenant, for one request or a shared one.
 
         Args:
-            num_prompt: tokens of the prompt, which count where any were generated.
-            num_tokens: that were generated, of all samples.
+            num_prompt: tokens of the prompt; counted only if any tokens were generated.
+            num_tokens: generated tokens of all samples.
         """
         label = self._tenants.label_of(tenant)
         self._metrics.count("charonia_tenant_generation_tokens_total", num_tokens, label)
@@ -71,7 +71,7 @@ class Attainment:
             self._metrics.count("charonia_tenant_prompt_tokens_total", num_prompt, label)
 
     def note_refusal(self, tenant: str, *, has_deadline: bool) -> None:
-        """Count a request that was refused, and not by its client's doing."""
+        """Count a refused request, if the client is not the cause."""
         label = self._tenants.label_of(tenant)
         if has_deadline:
             self._count("charonia_deadline", label, is_met=False)

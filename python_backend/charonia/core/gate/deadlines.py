@@ -1,26 +1,25 @@
-"""When requests run out of time.
+"""The timeouts of requests.
 
-Owns the order of the points in time at which something is to be looked at. Must not know what that
-is, nor the time of day: it is an argument.
+Owns their order. Must not know what happens at a timeout; the time is an argument.
 """
 
 from charonia.control.lazy_heap import LazyHeap
 
 
 class Deadlines:
-    """Points in time, each of one request; a request may have several."""
+    """Timeouts, each of one request; a request may have several."""
 
     def __init__(self) -> None:
-        self._heap: LazyHeap[int] = LazyHeap()  # numbers of points
+        self._heap: LazyHeap[int] = LazyHeap()  # numbers of timeouts
         self._points: dict[int, tuple[str, bool]] = {}  # by number, as `take_due` returns them
         self._numbers: dict[str, list[int]] = {}  # by key
         self._next_number = 0
 
     def add(self, key: str, when: float, *, is_until_start: bool = False) -> None:
-        """Note a point in time of a request.
+        """Add a timeout of a request.
 
         Args:
-            is_until_start: whether it matters only as long as the request has not started.
+            is_until_start: whether it counts only until the request has started.
         """
         number = self._next_number
         self._next_number += 1
@@ -29,13 +28,13 @@ class Deadlines:
         self._heap.add(number, when)
 
     def remove(self, key: str) -> None:
-        """Forget all of a request."""
+        """Remove all timeouts of a request."""
         for number in self._numbers.pop(key, ()):
             self._heap.discard(number)
             del self._points[number]
 
     def take_due(self, now: float) -> list[tuple[str, bool]]:
-        """All whose time has come, which are forgotten: the key, and `is_until_start`."""
+        """Remove and return the timeouts that are over, each as its key and `is_until_start`."""
         due = []
         while (place := self._heap.first()) is not None and place[0] <= now:
             _, number = place

@@ -1,9 +1,9 @@
-"""What is given up under pressure: one rung after the other, and back again.
+"""Degradation under load: the server takes one rung of a ladder after the other, and back.
 
-Owns the rungs, and when they are climbed. Must not know how long anybody waits, nor why.
+Owns the present level and when it changes. Must not know how waits are measured.
 
-Up goes it fast, so that the queue does not grow meanwhile; down slowly, and only when the wait is
-much shorter, so that what a rung has gained does not make it go at once.
+The level rises fast, so that the queue does not grow meanwhile. It falls slowly, and only when the
+wait is much shorter: else the gain of a rung would undo the rung at once.
 """
 
 from collections.abc import Callable
@@ -23,12 +23,12 @@ from charonia.protocol import SamplingParams
 CLIMB_EVERY_S = 1.0
 DESCEND_EVERY_S = 5.0
 DESCEND_SHARE = 0.5
-"""Of the wait from which on a rung is climbed: below that one is left again."""
+"""Share of `degradation_wait_s` below which a rung is undone."""
 PROMPT_SHARE = 0.25
 
 
 class Degradation:
-    """How far service is degraded at this moment. `observe` is one thread's, the rest is for all.
+    """The present level of degradation. `observe` is for one thread, all else for any thread.
 
     Args:
         log: takes one line.
@@ -50,12 +50,12 @@ class Degradation:
 
     @property
     def level(self) -> int:
-        """How many rungs are climbed."""
+        """Number of rungs that are taken."""
         return self._level
 
     @property
     def shedding(self) -> LoadShedding:
-        """What steps do without."""
+        """The load shedding of steps at this level."""
         active = self._rungs[: self._level]
         return LoadShedding(
             speculates="speculation" not in active,
@@ -63,10 +63,10 @@ class Degradation:
         )
 
     def observe(self, wait_s: float | None, now: float) -> bool:
-        """Climb a rung, or leave one, if it is time.
+        """Take a rung or undo one, if it is time.
 
         Args:
-            wait_s: of a request that comes now, until its first step; None where nobody knows.
+            wait_s: expected wait of a new request for its first step; None if unknown.
             now: seconds, monotonic.
 
         Returns:
@@ -89,10 +89,10 @@ class Degradation:
         return True
 
     def check(self, params: SamplingParams) -> None:
-        """Refuse a client's request of low priority where that is the rung.
+        """Refuse a request of low priority if "rejection" is taken.
 
         Raises:
-            OverloadedError.
+            OverloadedError: it is refused.
         """
         if "rejection" not in self._rungs[: self._level] or not self._is_low(params):
             return
@@ -103,7 +103,7 @@ class Degradation:
         )
 
     def capped(self, request: GenerationRequest) -> GenerationRequest:
-        """A request with fewer tokens to generate where that is the rung, and its priority low."""
+        """The request, with a lower `max_tokens` if that rung is taken and its priority is low."""
         params = request.params
         max_tokens = max(self._max_tokens, params.min_tokens)
         if (

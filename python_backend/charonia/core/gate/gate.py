@@ -1,7 +1,7 @@
-"""Who is let in: what waits, in all and per tenant, how fast it comes, and how long it would wait.
+"""Admission control: queue limits, rates, concurrency, and deadlines that cannot be met.
 
-Owns the counts, the refusals, and who is to give way instead. Must not know what becomes of a
-request, but that it has started and that it has left. For all threads.
+Owns the counts, in all and per tenant, the refusals, and the choice of a waiting request that gives
+way. Of a request's course it knows only its start and its end. For all threads.
 
 Rates are token buckets: each request takes one token, and tokens come back at the tenant's rate, up
 to the size of its bucket.
@@ -30,20 +30,20 @@ from charonia.errors import (
 )
 
 MAX_REMEMBERED = 4096
-"""Tenants without a request whose buckets are kept, at least; of all tenants twice as many are."""
-_FORGOTTEN_AT_ONCE = 2  # more than come at once, so that what is too much gets less
-_LIFE_SHARE = 0.1  # that the last request has in the mean
+"""Least number of idle tenants whose buckets are kept; at most twice as many tenants in all."""
+_FORGOTTEN_AT_ONCE = 2  # more than one, so that an excess shrinks
+_LIFE_SHARE = 0.1  # weight of the last request in the mean
 
 
 @dataclass(slots=True)
 class _Account:
-    """What a tenant has in the server.
+    """The counts of one tenant.
 
     Attributes:
-        num_waiting, num_waiting_tokens: requests before their first step, and their prompts.
+        num_waiting, num_waiting_tokens: requests before their first step, and their prompt tokens.
         came_last: the number of its last request.
-        life_s: from a request's coming to its end, in the mean; None before the first end.
-        filling: of its bucket, as it was at `filled_at`; None before its first request.
+        life_s: mean time from a request's arrival to its end; None before the first end.
+        filling: tokens in its bucket at `filled_at`; None before its first request.
     """
 
     num_live: int = 0
@@ -57,19 +57,19 @@ class _Account:
 
 
 class Leaver(NamedTuple):
-    """Who is to leave the queue for one that comes, and what it is told."""
+    """A request that leaves the queue for a new one, and the error that it gets."""
 
     key: str
     error: QueueFullError
 
 
 class Gate:
-    """Refuses what is beyond the limits, before any work is done for it.
+    """Refuses requests beyond the limits, before any work is done for them.
 
-    With fair shares each tenant's requests wait for each other alone.
+    With fair shares, waits are predicted for each tenant on its own.
 
     Args:
-        clock: seconds, monotonic.
+        clock: monotonic, in seconds.
     """
 
     def __init__(
@@ -85,14 +85,14 @@ class Gate:
         self._num_entered = 0
         self._num_waiting_tokens = 0
         self._accounts: dict[str, _Account] = {}
-        self._busy: dict[str, _Account] = {}  # those that have live requests
-        self._idle: LazyHeap[str] = LazyHeap()  # the others, who came longest ago is first
+        self._busy: dict[str, _Account] = {}  # accounts with live requests
+        self._idle: LazyHeap[str] = LazyHeap()  # the others, least recently used first
         self._live: dict[str, Entry] = {}
-        self._num_leaving = 0  # of the live ones, those that are to give way
+        self._num_leaving = 0  # live requests that are to give way
         self._lock = threading.Lock()
 
     def num_of_tenants(self) -> dict[str, tuple[int, int]]:
-        """By what metrics call a tenant: requests that wait for their first step, and others."""
+        """Number of waiting and of started requests, by the tenants' labels in metrics."""
         found = dict.fromkeys(self._tenants.labels, (0, 0))
         with self._lock:
             for tenant, account in self._busy.items():
@@ -105,24 +105,24 @@ class Gate:
 
     @property
     def num_live(self) -> int:
-        """Requests that are in, without probes."""
+        """Number of live requests, without probes."""
         return len(self._live)
 
     def follow(self, engine_args: EngineArgs) -> None:
-        """Go on with the scheduling policy of the engine that serves now."""
+        """Take over the scheduling policy of the engine that serves now."""
         if engine_args is self._engine_args:
             return
         with self._lock:
             self._engine_args = engine_args
             self._order.follow(rank_of(engine_args, self._args))
-            # By deadlines, who comes last may be the first.
+            # With deadlines, the newest request may be served first.
             self._predicts = engine_args.scheduling_policy != "deadline"
 
     def check(self, tenant: str, num_coming: int) -> None:
-        """Refuse at once whom `enter` would refuse whatever its prompt is.
+        """Refuse a request early that `enter` would refuse whatever its prompt is.
 
         Args:
-            num_coming: requests of this tenant that are on their way here and may enter before.
+            num_coming: requests of this tenant that are on their way to `enter`.
 
         Raises:
             InvalidRequestError, QueueFullError, RateLimitedError: as `enter`.
@@ -141,19 +141,20 @@ class Gate:
         *,
         num_queued: int = 0,
     ) -> Leaver | None:
-        """Let a request in, which must leave again. Of a probe only the queue's size matters.
+        """Admit a request; `leave` must follow. For a probe only the queue's size counts.
 
         Args:
-            arrived_at: when it came, by the clock; None is now. Its deadline runs from then on.
-            num_queued: live requests beyond the engine's rows, wherever they are: the queue.
+            arrived_at: its arrival, by the clock; None is now. Its deadline counts from then.
+            num_queued: length of the queue: live requests beyond the rows of the engine.
 
         Returns:
-            Who is to give way to it, where the queue is full; see `is_leaving`.
+            The request that is to give way, if the queue is full; see `is_leaving`.
 
         Raises:
             InvalidRequestError: its tenant is not served.
-            QueueFullError: too much waits, in all or (TenantQueueFullError) of its tenant.
-            RateLimitedError: its tenant has too many requests at once, or sends them too fast.
+            QueueFullError: too many requests or tokens wait, in all or (TenantQueueFullError) of
+                its tenant.
+            RateLimitedError: its tenant has too many live requests, or sends them too fast.
             LateRequestError: it would wait until after its deadline.
         """
         if request.is_probe:
@@ -182,30 +183,30 @@ class Gate:
             return None if last is None else self._give_way(last, maximum)
 
     def wait_s(self) -> float | None:
-        """How long one would wait that comes behind all others; None while that is not known."""
+        """Expected wait of a new request behind all others, in seconds; None while unknown."""
         with self._lock:
             return self._wait.seconds(None, self._clock())
 
     def note_started(self, key: str) -> None:
-        """A request waits no longer."""
+        """Note that a request has started."""
         with self._lock:
             if (entry := self._live.get(key)) is not None:
                 self._go_on(entry)
                 self._wait_no_longer(entry, has_started=True)
 
     def note_joined(self, key: str) -> None:
-        """A request waits for no step of its own: it gets what another one's steps give."""
+        """Note that a request gets another one's output, and waits for no step of its own."""
         with self._lock:
             if (entry := self._live.get(key)) is not None:
                 self._wait_no_longer(entry, has_started=False)
 
     def is_leaving(self, key: str) -> bool:
-        """Whether a request still is to give way: it is live, and has not started meanwhile."""
+        """Whether a request is still to give way: it is live and has not started meanwhile."""
         entry = self._live.get(key)
         return entry is not None and entry.is_leaving
 
     def leave(self, key: str) -> None:
-        """A request has had its end; nothing happens when it is not in."""
+        """Note the end of a request; one that is not live is ignored."""
         with self._lock:
             entry = self._live.pop(key, None)
             if entry is not None:
@@ -221,7 +222,7 @@ class Gate:
                     self._idle.add(entry.tenant, account.came_last)
 
     def _limits_of(self, tenant: str) -> TenantArgs:
-        """Raises InvalidRequestError: it is not served."""
+        """Raises InvalidRequestError: the tenant is not served."""
         if not self._tenants.accepts(tenant):
             raise InvalidRequestError(f"tenant {shown(tenant)} is not known here")
         return self._tenants.of(tenant)
@@ -245,10 +246,10 @@ class Gate:
         return num_queued - self._num_leaving >= self._args.max_queue_size
 
     def _check_room(self, entry: Entry, num_queued: int) -> tuple[str, Entry | None]:
-        """Which limit is reached, and who is to give way, if anybody must.
+        """The limit that is reached, and the request that is to give way, if any.
 
         Raises:
-            QueueFullError: nobody is to, or that would not be enough.
+            QueueFullError: no request gives way, or one would not be enough.
         """
         num_tokens, most_tokens = self._num_waiting_tokens, self._args.max_queue_tokens
         if self._is_full(num_queued):
@@ -278,7 +279,7 @@ class Gate:
         self._forget_some()
 
     def _give_way(self, last: Entry, maximum: str) -> Leaver:
-        """Count one as waiting no longer, which is live until it has been told."""
+        """Stop counting a request as waiting; it stays live until it gets its error."""
         self._wait_no_longer(last, has_started=False)
         last.is_leaving = True
         self._num_leaving += 1
@@ -289,7 +290,7 @@ class Gate:
         return account.wait if self._args.fair_share else self._wait
 
     def _go_on(self, entry: Entry) -> None:
-        """One that was to give way goes on, or has had its end."""
+        """Note that a request that was to give way goes on, or has ended."""
         if entry.is_leaving:
             entry.is_leaving = False
             self._num_leaving -= 1
@@ -308,7 +309,7 @@ class Gate:
                 wait.note_leaving(entry.num_tokens, entry.priority, now)
 
     def _check_wait(self, deadline_ms: int, age_s: float, priority: int, account: _Account) -> None:
-        """Refuse who would wait for longer than it has, by what waits that comes before it."""
+        """Refuse a request that would wait until after its deadline, as predicted."""
         seconds = self._wait_of(account).seconds(priority, self._clock())
         left_s = deadline_ms / 1000 - age_s
         if seconds is not None and seconds > left_s:
@@ -324,7 +325,7 @@ class Gate:
         self._num_waiting_tokens += num_tokens
 
     def _forget_some(self) -> None:
-        """Forget idle tenants when there are too many, those first that came longest ago."""
+        """Drop idle tenants if there are too many, the least recently used ones first."""
         for _ in range(_FORGOTTEN_AT_ONCE):
             num_idle = len(self._accounts) - len(self._busy)
             if num_idle <= MAX_REMEMBERED or len(self._accounts) <= 2 * MAX_REMEMBERED:
@@ -341,7 +342,7 @@ def _check(tenant: str, account: _Account, args: TenantArgs, num_coming: int = 0
         raise RateLimitedError(
             f"tenant {shown(tenant)} has {num_live} requests here, as many as it may have at once;"
             " try again when one of them has ended",
-            # Of n requests that began at random times, the first ends after 1/n of a mean duration.
+            # The expected time until the first of num_live requests ends.
             retry_after_s=None if account.life_s is None else account.life_s / num_live,
         )
     if args.max_queue_size is not None and num_waiting >= args.max_queue_size:
@@ -349,12 +350,12 @@ def _check(tenant: str, account: _Account, args: TenantArgs, num_coming: int = 0
 
 
 def _exceeds(num_waiting: int, num_tokens: int, maximum: int | None) -> bool:
-    """Whether so many tokens more are too many; a request that waits alone may have any number."""
+    """Whether these tokens exceed the maximum; a request that waits alone may have any number."""
     return maximum is not None and num_waiting > 0 and num_waiting + num_tokens > maximum
 
 
 def _filling(account: _Account, args: TenantArgs, now: float) -> float | None:
-    """What is in a tenant's bucket now; None where there is no limit, and full should one come."""
+    """Tokens in a tenant's bucket now; None without a rate. A new bucket is full."""
     if args.requests_per_s is None:
         return None
     if account.filling is None:

@@ -1,7 +1,7 @@
-"""Which of the requests that wait is the last one, and gives way where the queue is full.
+"""The order of the waiting requests, and which one gives way if the queue is full.
 
-Owns their order as the scheduling policy will serve them: the rank of each, and with fair shares
-what each tenant has waiting for its weight. Must not know when a queue is full.
+Owns the order in which the scheduling policy will serve them: the rank of each, and with fair
+shares the number of requests of each tenant for its weight. Must not know when a queue is full.
 """
 
 from bisect import bisect_left, insort
@@ -13,14 +13,14 @@ from charonia.control.policies import RankOf, by_arrival
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A request that was let in, or is about to be.
+    """An admitted request, or one that is about to be.
 
     Attributes:
-        num_tokens: of its prompt. entered_at: when it was let in, arrived_at: when it came.
-        number: how many came before it.
-        priority, expires_at: as `control.Request` has them.
-        is_waiting: whether it waits for its first step. is_leaving: whether it is to give way
-            instead; neither of both once that has begun.
+        num_tokens: of its prompt. entered_at: when it was admitted. arrived_at: its arrival.
+        number: how many entered before it.
+        priority, expires_at: as in `control.Request`.
+        is_waiting: whether it waits for its first step. is_leaving: whether it is to give way. Both
+            are False once its first step has begun.
     """
 
     key: str
@@ -36,40 +36,40 @@ class Entry:
 
     @property
     def is_demoted(self) -> bool:
-        """Whether it is known that it will be late: the scheduler alone finds out."""
+        """Always False: only the scheduler knows which requests will be late."""
         return False
 
 
 class QueueOrder:
     """Those that wait for their first step.
 
-    A weight that changes counts from the next time that a request of its tenant comes or goes.
+    A changed weight counts from the next arrival or start of a request of its tenant.
 
     Args:
-        weight_of: of a tenant, where tenants have shares; None where they have none.
+        weight_of: returns a tenant's weight, with fair shares; None without.
     """
 
     def __init__(self, weight_of: Callable[[str], float] | None = None) -> None:
         self._weight_of = weight_of
         self._rank: RankOf = by_arrival
-        self._lines: dict[str, list[Entry]] = {}  # by tenant, if they have shares; else one
-        self._shares: dict[str, float] = {}  # of each line: its length, over the weight
+        self._lines: dict[str, list[Entry]] = {}  # by tenant, with fair shares; else one
+        self._shares: dict[str, float] = {}  # of each line: length / weight
         self._by_share: list[tuple[float, str]] = []
 
     def follow(self, rank: RankOf) -> None:
-        """Go on with another policy."""
+        """Change to another policy."""
         self._rank = rank
         for line in self._lines.values():
             line.sort(key=rank)
 
     def add(self, entry: Entry) -> None:
-        """One waits from now on."""
+        """Add a waiting request."""
         name = self._name(entry)
         insort(self._lines.setdefault(name, []), entry, key=self._rank)
         self._note_share(name)
 
     def remove(self, entry: Entry) -> None:
-        """It waits no longer."""
+        """Remove a request."""
         name = self._name(entry)
         line = self._lines[name]
         del line[bisect_left(line, self._rank(entry), key=self._rank)]
@@ -78,11 +78,11 @@ class QueueOrder:
         self._note_share(name)
 
     def last_behind(self, newcomer: Entry) -> Entry | None:
-        """Who is to give way to one that comes, if anybody is.
+        """The request that gives way to a new one, or None.
 
-        With shares it is the last one of the tenant that has the most for its weight, as long as
-        the newcomer's has less even with that one. Else it is the last one of all, or of the
-        newcomer's tenant, if the newcomer ranks before it.
+        With fair shares it is the last request of the tenant that has the most for its weight, if
+        the newcomer's tenant has less even with the newcomer. Else it is the last one of all, or
+        with fair shares of the newcomer's tenant, if the newcomer ranks before it.
         """
         own = self._lines.get(self._name(newcomer), [])
         if self._weight_of is not None:

@@ -1,25 +1,25 @@
-"""How long a request that comes now will wait for its first step, from how fast others began.
+"""Predicts the wait of a new request for its first step, from the rate at which others start.
 
-Owns the measurement. Must not know requests: their prompts' tokens stand for them. After Little
-(1961, "A Proof for the Queuing Formula: L = lambda W"): what waits, divided by the rate at which it
-leaves.
+Owns the measurement. Must not know requests, only their prompts' tokens. By Little's law (1961, "A
+Proof for the Queuing Formula: L = lambda W") the wait is the length of the queue, divided by the
+rate at which it is served.
 """
 
 from dataclasses import dataclass
 from math import exp, inf
 
 _MEMORY_S = 60.0
-"""Seconds in which somebody waited after which what was seen counts for a third."""
+"""Seconds with a queue after which an observation's weight has fallen to 1/e."""
 _MIN_SECONDS = 1.0
 _MIN_STARTS = 4
 
 
 @dataclass(slots=True)
 class _Line:
-    """Those of one priority that wait.
+    """The waiting requests of one priority.
 
     Attributes:
-        since: from when on there were some without a break.
+        since: since when the line has not been empty.
     """
 
     since: float
@@ -29,32 +29,31 @@ class _Line:
 class QueueWait:
     """One queue, in which smaller priorities come first.
 
-    Only the time counts in which somebody waits: else nobody could begin. Where nobody has begun
-    for long, it is as if one had: so while all stands still what is predicted grows, up to a minute
-    or so for each that waits. It is never less than the time for which nobody has begun. (The time
-    for which the first one has waited would be another bound, but some wait for long by design,
-    while others begin.)
+    Only time with a queue counts, because nothing can start without one. The rate is at least one
+    mean request per memory span, so in a stall the prediction grows up to about a minute per
+    waiting request. It is never less than the time since the last start. (The wait of the first
+    request would be another bound, but some requests wait long by design while others start.)
     """
 
     def __init__(self) -> None:
         self._num_waiting = 0
-        self._lines: dict[int, _Line] = {}  # by priority, those in which somebody waits
-        self._started_at = -inf  # when one has begun last
+        self._lines: dict[int, _Line] = {}  # by priority; none is empty
+        self._started_at = -inf  # the last start
         self._since = 0.0
-        self._seconds = 0.0  # of late
-        self._tokens = 0.0  # that began of late
+        self._seconds = 0.0  # with a queue, decayed
+        self._tokens = 0.0  # that started, decayed
         self._all_seconds = 0.0
         self._all_tokens = 0
         self._num_starts = 0
 
     def note_arrival(self, num_tokens: int, priority: int, now: float) -> None:
-        """A request with so many tokens waits from now on."""
+        """A request with this many tokens waits from now on."""
         self._pass_time(now)
         self._num_waiting += 1
         self._lines.setdefault(priority, _Line(now)).num_tokens += num_tokens
 
     def note_start(self, num_tokens: int, priority: int, now: float) -> None:
-        """One of those who waited has had its first step."""
+        """A waiting request has started."""
         self.note_leaving(num_tokens, priority, now)
         self._tokens += num_tokens
         self._all_tokens += num_tokens
@@ -62,7 +61,7 @@ class QueueWait:
         self._started_at = now
 
     def note_leaving(self, num_tokens: int, priority: int, now: float) -> None:
-        """One of them waits no longer, and did not begin."""
+        """A waiting request leaves the queue without a start."""
         self._pass_time(now)
         self._num_waiting -= 1
         line = self._lines[priority]
@@ -71,10 +70,10 @@ class QueueWait:
             del self._lines[priority]
 
     def seconds(self, priority: int | None, now: float) -> float | None:
-        """That one would wait which comes now; None where that is not known yet.
+        """Predicted wait of a new request; None while there is too little data.
 
         Args:
-            priority: of that one; None is behind all others.
+            priority: of the new request; None is behind all others.
         """
         self._pass_time(now)
         ahead = [

@@ -1,6 +1,6 @@
-"""Who shares the server: what each tenant may take, from a file that is read again as it changes.
+"""The tenants: weights and limits of each, from a file that is read again when it changes.
 
-Owns the file's format, and what holds at this moment. Must not know requests.
+Owns the file's format and the present values. Must not know requests.
 
     {
       "unknown": "accept",
@@ -24,31 +24,32 @@ from charonia.events import event
 from charonia.metrics.metric_table import OTHERS
 
 LOOK_EVERY_S = 1.0
-"""How often the file is looked at."""
+"""How often the file is checked for changes, in seconds."""
 MAX_LABELS = 64
-"""Tenants that have a name in metrics, those that were in the file before included: to the
-metrics' readers each is a series for ever."""
+"""Most tenants with a label of their own in metrics. Tenants that were removed from the file count,
+too, because their series stay."""
 
 Positive = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
 Rate = Annotated[float, msgspec.Meta(ge=1e-3, le=1e6)]
-"""What is divided by it stays a number that means something."""
+"""Bounded below, so that a division by it stays meaningful."""
 
 
 class TenantArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one tenant may take; None is as much as the server has.
+    """Weight, limits and targets of one tenant; None sets no limit and no target.
 
     Attributes:
-        weight: its share of the engine and of what is cached, in proportion to the others'
-            weights, where `fair_share` is on.
-        max_concurrency: requests that live at once, waiting or running.
-        max_queue_size: requests that wait for their first step.
-        max_queue_tokens: prompt tokens of these; a request that waits alone may have more.
-        requests_per_s: how many may come per second in the long run.
-        burst: how many may come at once beyond that; None is those of one second, at least one.
-        ttft_target_ms: until a request's first token; metrics say how many had it in time.
-        inter_token_target_ms: from one token to the next in the mean of a request; as above.
-        low_priority: its requests are the first to get less under pressure, as are those of all
-            tenants that have a `priority` above 0; see the scheduler's `degradation_ladder`.
+        weight: its share of the engine and of the cache, in proportion to the others' weights, with
+            `fair_share`.
+        max_concurrency: most live requests, waiting or running.
+        max_queue_size: most requests that wait for their first step.
+        max_queue_tokens: most prompt tokens of these; a request that waits alone may have more.
+        requests_per_s: most requests per second, in the long run.
+        burst: most requests at once; None is the number of one second, at least one.
+        ttft_target_ms: target for the time to a request's first token; metrics count how many met
+            it.
+        inter_token_target_ms: target for a request's mean time between tokens; counted likewise.
+        low_priority: its requests are degraded first, like those with a `priority` above 0; see the
+            scheduler's `degradation_ladder`.
     """
 
     weight: Rate = 1.0
@@ -67,16 +68,16 @@ class TenantArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def bucket_size(self) -> float:
-        """Requests that may come at once."""
+        """Most requests at once."""
         return float(self.burst or max(1.0, self.requests_per_s or 1.0))
 
 
 class TenantTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All of the file.
+    """The contents of the file.
 
     Attributes:
-        unknown: whether requests of tenants that are not in it are served, each like `default`.
-        default: of these, and of requests without a tenant, whose name is "".
+        unknown: whether tenants that are not in the file are served, each with `default`.
+        default: for these, and for requests without a tenant, whose name is "".
         tenants: by name.
     """
 
@@ -89,8 +90,8 @@ class TenantTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """Read a file.
 
         Raises:
-            ConfigError: it cannot be read, or something in it is unknown, ill-typed or out of
-                range; the text says what, and where.
+            ConfigError: it cannot be read, or a value in it is unknown, ill-typed or out of range;
+                the message names the value and its place.
         """
         try:
             values = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
@@ -105,15 +106,15 @@ class TenantTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class Tenants:
-    """What holds for each tenant now. For all threads; `refresh` is one thread's.
+    """The present values of each tenant. For all threads; `refresh` is for one thread.
 
     Args:
-        path: of the file; None where all tenants are alike and unlimited.
-        has_shares: whether weights have a meaning.
+        path: of the file; None treats all tenants alike, without limits.
+        has_shares: whether fair shares are on, so that weights have an effect.
         log: takes one line.
 
     Raises:
-        ConfigError: as `TenantTable.from_file`, or it gives weights or names that have no meaning.
+        ConfigError: as `TenantTable.from_file`; or a weight has no effect, or a name is reserved.
     """
 
     def __init__(
@@ -128,30 +129,30 @@ class Tenants:
         self._table = self._read(path) if path is not None else TenantTable()
 
     def of(self, tenant: str) -> TenantArgs:
-        """What holds for a tenant."""
+        """The values of a tenant."""
         table = self._table
         return table.tenants.get(tenant, table.default)
 
     def accepts(self, tenant: str) -> bool:
-        """Whether requests of this tenant are served."""
+        """Whether this tenant is served."""
         table = self._table
         return table.unknown == "accept" or tenant in table.tenants
 
     def weight_of(self, tenant: str) -> float:
-        """Its share, in proportion to the others' weights."""
+        """The weight of a tenant."""
         return self.of(tenant).weight
 
     def label_of(self, tenant: str) -> str:
-        """What metrics call it: by its name where it is in the file, else `OTHERS`."""
+        """Its label in metrics: its name if it is in the file, else `OTHERS`."""
         return tenant if tenant in self._labels else OTHERS
 
     @property
     def labels(self) -> list[str]:
-        """All names that metrics have for tenants."""
+        """All labels of tenants in metrics."""
         return [*self._labels, OTHERS]
 
     def refresh(self, now: float) -> None:
-        """Read the file again if it has changed. One that is wrong changes nothing, and is told of.
+        """Read the file again if it has changed. A wrong file changes nothing and is logged.
 
         Args:
             now: seconds, monotonic.
@@ -191,7 +192,7 @@ class Tenants:
 
 
 def _state_of(path: Path) -> tuple[int, int, int] | None:
-    """What changes when a file is written or replaced; None where it cannot be seen."""
+    """A value that changes when a file is written or replaced; None if it cannot be read."""
     try:
         status = path.stat()
     except OSError:

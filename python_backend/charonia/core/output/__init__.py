@@ -1,1 +1,1 @@
-"""From committed tokens to what clients get: text, log-probabilities, one end."""
+"""Turns committed tokens into the output for clients: text, log-probabilities, the end."""

@@ -1,7 +1,7 @@
-"""From committed tokens to what a client gets: text, log-probabilities, an end.
+"""Turns committed tokens into the output for a client: text, log-probabilities, the end.
 
-Owns the output of each sample of a request: its detokenizer, its stop strings and what is held
-back. Must not know steps or blocks.
+Owns the output of each sample of a request: its detokenizer, its stop strings and the text that is
+held back. Must not know steps or blocks.
 """
 
 from abc import ABC, abstractmethod
@@ -24,16 +24,17 @@ Timing = dict[str, float | str | list[int]]
 
 
 class Chunk(msgspec.Struct, frozen=True):
-    """A piece of one sample's output. The last one has a finish reason or an error; where that is
-    a cancellation, also what was held back until then.
+    """A piece of one sample's output. The last one has a finish reason or an error.
+
+    The last chunk after a cancellation also has the text that was held back.
 
     Attributes:
         text: new text; only the last chunk may have none. token_ids: new tokens, at least one.
-        logprobs: one entry per token, when sampling asks for them.
-        cumulative_logprob: of all tokens so far, when log-probabilities are counted.
-        prompt_logprobs: in the first chunk, when asked for; the first token has None.
+        logprobs: one entry per token, if the request asks for them.
+        cumulative_logprob: sum over all tokens so far, if log-probabilities are computed.
+        prompt_logprobs: in the first chunk, if the request asks for them; None for the first token.
         timing: in the last chunk of the request; see model_repository/README.md.
-        index: which sample of the request. num_open: of its samples, how many go on.
+        index: of the sample in the request. num_open: samples of the request that have not ended.
     """
 
     key: str
@@ -51,16 +52,16 @@ class Chunk(msgspec.Struct, frozen=True):
 
     @property
     def is_final(self) -> bool:
-        """Whether nothing of the request follows."""
+        """Whether this is the last chunk of the request."""
         return self.ends_sample and not self.num_open
 
     @property
     def ends_sample(self) -> bool:
-        """Whether nothing of this sample follows."""
+        """Whether this is the last chunk of its sample."""
         return self.finish_reason is not None or self.error is not None
 
     def emptied(self) -> "Chunk":
-        """How its sample stands, with nothing new."""
+        """A copy without new output, which shows the sample's state."""
         return replace(
             self, text="", token_ids=(), logprobs=None, prompt_logprobs=None, timing=None
         )
@@ -129,7 +130,8 @@ class SampleStream(ABC):
         request: the control plane's.
 
     Attributes:
-        num_tokens: so far. first_token_at, last_token_at: by the clock of `take`; None before one.
+        num_tokens: so far. first_token_at, last_token_at: by the clock of `take`; None before the
+            first token.
     """
 
     def __init__(self, request: Request) -> None:
@@ -140,20 +142,20 @@ class SampleStream(ABC):
 
     @property
     def first_token_s(self) -> float | None:
-        """From the request's arrival to its first token, None before that."""
+        """Seconds from the request's arrival to its first token; None before that."""
         at = self.first_token_at
         return None if at is None else at - self.request.arrived_at
 
     @property
     def inter_token_s(self) -> float | None:
-        """From one token to the next in the mean, None before the second one."""
+        """Mean seconds between tokens; None before the second one."""
         if self.num_tokens < 2 or self.first_token_at is None or self.last_token_at is None:
             return None
         return (self.last_token_at - self.first_token_at) / (self.num_tokens - 1)
 
     @abstractmethod
     def take(self, update: Update, now: float) -> Chunk | None:
-        """Take what a step committed; return a chunk when there is text, or the end."""
+        """Take the update of a step; return a chunk if there is text or the end."""
 
     @abstractmethod
     def fail(self, error: CharoniaError, now: float) -> Chunk:
@@ -161,8 +163,7 @@ class SampleStream(ABC):
 
     @abstractmethod
     def cancel(self, now: float) -> Chunk:
-        """The last chunk of a sample that its client wants no more of. The request goes on, so this
-        is no error."""
+        """The last chunk of a cancelled sample. The request goes on, so it has no error."""
 
 
 MakeStream = Callable[[Request, SamplingParams], SampleStream]
@@ -172,7 +173,7 @@ class OutputStream(SampleStream):
     """Turns the updates of one sample into chunks of text.
 
     Args:
-        request: the control plane's; read for its counts and times.
+        request: the control plane's; its counts and times are read.
         params: for stop strings, minimum length and special tokens.
     """
 
@@ -191,8 +192,8 @@ class OutputStream(SampleStream):
     def take(self, update: Update, now: float) -> Chunk | None:
         """See `SampleStream`.
 
-        A stop string may end the text here before the control plane knows of it: then the chunk
-        has finish reason "stop", and later tokens are surplus.
+        A stop string ends the text before the control plane knows of it. The chunk then has finish
+        reason "stop", and later tokens are ignored.
         """
         self._take_prompt_logprobs(update)
         text, reason = self._decode(update)
@@ -208,13 +209,14 @@ class OutputStream(SampleStream):
     def fail(self, error: CharoniaError, now: float) -> Chunk:
         """See `SampleStream`.
 
-        Who cancels a request may want what there is of it: all that was held back is in the chunk.
+        The last chunk of a cancelled request includes all that was held back: its client may want
+        it.
         """
         text = self._rest() if isinstance(error, RequestCancelledError) else ""
         return replace(self._chunk(text, None, now), error=error, timing=self._timing(now))
 
     def cancel(self, now: float) -> Chunk:
-        """See `SampleStream`; with all that was held back."""
+        """See `SampleStream`. The chunk includes all that was held back."""
         return self._chunk(self._rest(), "cancelled", now)
 
     def _decode(self, update: Update) -> tuple[str, FinishReason | None]:
@@ -235,17 +237,17 @@ class OutputStream(SampleStream):
         return text, update.finish_reason
 
     def _rest(self) -> str:
-        """What was held back; nothing behind a stop string."""
+        """The text that was held back; empty after a stop string."""
         if self._matcher.stopped:
             return ""
         return self._match(self._detokenizer.finish()) + self._matcher.finish()
 
     def _match(self, text: str) -> str:
-        """Look for stop strings, but only in what comes after `min_tokens` tokens."""
+        """Look for stop strings, but only after `min_tokens` tokens."""
         return self._matcher.add(text) if self.num_tokens > self._params.min_tokens else text
 
     def _take_prompt_logprobs(self, update: Update) -> None:
-        """Keep them by position: after a preemption the prompt's tokens come once more."""
+        """Store them by position: after a preemption they come once more."""
         if self._prompt_logprobs is not None and update.prompt_logprobs is not None:
             start = update.prompt_offset + 1
             self._prompt_logprobs[start:] = update.prompt_logprobs
@@ -269,7 +271,7 @@ class OutputStream(SampleStream):
         return chunk
 
     def _timing(self, now: float) -> Timing:
-        """Of this sample alone."""
+        """The timing of this sample."""
         request = self.request
         is_started = request.started_at is not None
         started_at = now if request.started_at is None else request.started_at
@@ -303,7 +305,7 @@ _MEANS = {"mean_draft_depth": "drafted_tokens", "mean_accepted_length": "accepte
 
 
 def merged_timing(timings: Sequence[Timing]) -> Timing:
-    """The timing of a request by those of its samples: what they did, all together."""
+    """The timing of a request, merged from its samples."""
     if len(timings) == 1:
         return timings[0]
     merged: Timing = {}
@@ -318,8 +320,8 @@ def merged_timing(timings: Sequence[Timing]) -> Timing:
     for name, total in _MEANS.items():
         if any(name in timing for timing in timings):
             merged[name] = cast("float", merged[total]) / cast("float", merged["draft_rounds"])
-    # The first sample finds the least: the others find what it has computed, too. Whoever began
-    # has computed something.
+    # The first sample has the fewest cached tokens: the others also hit what it has computed.
+    # Samples that never started have computed none and do not count.
     found = [cast("float", one["cached_tokens"]) for one in timings if one["computed_tokens"]]
     merged["prompt_cached_tokens"] = min(found, default=0)
     return merged
@@ -328,15 +330,15 @@ def merged_timing(timings: Sequence[Timing]) -> Timing:
 class SampleStreams:
     """The output of all samples of one request.
 
-    Where the best of several are asked for, nothing comes before all have ended: then those with
-    the greatest cumulative log-probability come, the greatest first.
+    With `best_of`, no output comes before all samples have ended. Then the samples with the
+    greatest cumulative log-probability come, the greatest first.
 
     Args:
         requests: the control plane's, one for each sample.
 
     Attributes:
-        open: the samples that go on.
-        reason: why the sample ended that was the last to end by itself; "cancelled" while none did.
+        open: samples that have not ended.
+        reason: finish reason of the last sample that was not cancelled; "cancelled" without one.
     """
 
     def __init__(
@@ -355,45 +357,45 @@ class SampleStreams:
         return self.streams[0].request
 
     def keys_of(self, indexes: Collection[int]) -> list[str]:
-        """The control plane's names of these samples."""
+        """Keys of these samples, as the control plane has them."""
         return [self.streams[index].request.key for index in indexes]
 
     @property
     def num_tokens(self) -> int:
-        """That all samples have together."""
+        """Tokens of all samples."""
         return sum(stream.num_tokens for stream in self.streams)
 
     @property
     def first_token_s(self) -> float | None:
-        """From the request's arrival to the first token of any sample, None before that."""
+        """Seconds from the request's arrival to its first token of any sample; None before that."""
         found = [one.first_token_s for one in self.streams if one.first_token_s is not None]
         return min(found, default=None)
 
     @property
     def inter_token_s(self) -> float | None:
-        """From one token of a sample to the next in the mean, of the slowest one."""
+        """Mean seconds between tokens, of the slowest sample."""
         found = [one.inter_token_s for one in self.streams if one.inter_token_s is not None]
         return max(found, default=None)
 
     def take(self, update: Update, now: float) -> list[Chunk]:
-        """Take what a step committed of a sample that is open; the chunks that are ready."""
+        """Take the update of an open sample; return the chunks that are ready."""
         index = update.request.index
         chunk = self.streams[index].take(update, now)
         return [] if chunk is None else self._ready(chunk)
 
     def cancellable(self, indexes: Collection[int]) -> list[int]:
-        """Which of these can be cancelled alone; none where it is open which are the best."""
+        """Those of these samples that can be cancelled alone; none with `best_of`."""
         return sorted(self.open.intersection(indexes)) if self._num_best is None else []
 
     def cancel(self, indexes: Collection[int], now: float) -> list[Chunk]:
-        """End those of these samples that can be cancelled; their last chunks."""
+        """Cancel those of these samples that can be cancelled; return their last chunks."""
         cancellable = self.cancellable(indexes)
         return [
             chunk for index in cancellable for chunk in self._ready(self.streams[index].cancel(now))
         ]
 
     def fail(self, error: CharoniaError, now: float) -> list[Chunk]:
-        """End the samples that are open with an error; the last chunks."""
+        """End the open samples with an error; return their last chunks."""
         return [
             chunk
             for index in sorted(self.open)
@@ -416,7 +418,7 @@ class SampleStreams:
         return replace(last, timing=merged_timing(self._timings)) if last.is_final else last
 
     def _best(self, num: int) -> list[Chunk]:
-        """The most likely ones, whole; where there was an error, it is the last one's."""
+        """The most likely samples, each in one chunk; the last one has the error, if any."""
         whole = [Chunk.merge(chunks) for chunks in self._held]
         error = next((chunk.error for chunk in whole if chunk.error is not None), None)
         prompt_logprobs = whole[0].prompt_logprobs

@@ -1,17 +1,16 @@
-"""A journal of all that the scheduler decides from, for `charonia replay`.
+"""A journal of the scheduler's calls, for `charonia replay`.
 
-Owns the entries, and the file that has them. Must not know who writes them, nor how they are
-replayed.
+Owns the entries and their file. Must not know the writer of the entries, nor how they are replayed.
 
-A scheduler has no clock, no thread and no random choice: whatever it knows came with a call. So the
-journal has its calls, in order, with what each gave. Behind a header each entry is its length in
-four bytes, and MessagePack::
+A scheduler has no clock, no thread and no random choice: all its input comes with calls. So the
+journal has its calls in order, each with its result. A header comes first. Each entry is its length
+in four bytes and its MessagePack::
 
     HEADER  Opened  Added  Planned  Applied  Added  Planned  Finished  Applied  Reset  Planned  ...
 
-Token ids are replaced by numbers in the order in which they first appear, unless they are asked
-for: a scheduler only compares them, and hashes what it writes. What the engine needs beside them
-(temperatures, biases) is left out.
+Token ids are replaced by numbers in the order in which they first appear, unless the real ones are
+asked for. That is enough, since a scheduler only compares and hashes them. Values that only the
+engine needs (temperatures, biases) are left out.
 """
 
 import contextlib
@@ -41,17 +40,17 @@ FRAME = struct.Struct(">I")
 FLUSH_EVERY_S = 1.0
 _FLUSH_BYTES = 2**20
 _NO_SAMPLING = RowSampling(seed=0)
-_END_BYTES = 512  # that are kept for the last entry
+_END_BYTES = 512  # reserved for the last entry
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):
-    """One call of the scheduler. `raised`: the name of the exception that it ended with."""
+    """One call of the scheduler. `raised`: the class of the exception that it raised, if any."""
 
     raised: str = ""
 
 
 class Opened(Entry, frozen=True, kw_only=True):
-    """A scheduler was made. Its arguments are those of `make_scheduler`."""
+    """A scheduler was made, with these arguments of `make_scheduler`."""
 
     engine_args: EngineArgs
     scheduler_args: SchedulerArgs
@@ -62,7 +61,7 @@ class Opened(Entry, frozen=True, kw_only=True):
 
 
 class Carried(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a request brings along that has lived with another engine. See `Request`."""
+    """State that a request brings along from an earlier engine. See `Request`."""
 
     is_demoted: bool = False
     num_passed: int = 0
@@ -112,9 +111,10 @@ class Planned(Entry, frozen=True, kw_only=True):
     """`Scheduler.plan`.
 
     Attributes:
-        plan: what the scheduler has decided, without what it only hands on, and without secrets.
-        num_known: of each request that joins a row, its tokens by now, which other entries have.
-        late: keys of requests that it gave up.
+        plan: the scheduler's decisions, without data that it only passes on, and without secrets.
+        num_known: number of tokens of each request that joins a row; earlier entries have the
+            tokens.
+        late: keys of requests that it dropped as late.
     """
 
     now: float
@@ -125,7 +125,7 @@ class Planned(Entry, frozen=True, kw_only=True):
 
 
 class Applied(Entry, frozen=True, kw_only=True):
-    """`Scheduler.apply`, with the result but for its log-probabilities."""
+    """`Scheduler.apply`, with the result except its log-probabilities."""
 
     now: float
     result: StepResult
@@ -153,7 +153,7 @@ class Weighed(Entry, frozen=True, kw_only=True):
 
 
 class Ended(Entry, frozen=True, kw_only=True):
-    """The journal ends here. `reason`: why it does before the scheduler; empty if it does not."""
+    """The end of the journal. `reason`: why it ends before the scheduler does, or empty."""
 
     reason: str
 
@@ -172,8 +172,8 @@ def planned(
     """The entry of a plan.
 
     Args:
-        late: whom it gave up. now, shedding: what it was made by.
-        names: of token ids, see `Journal.names_of`.
+        late: requests that it dropped as late. now, shedding: its inputs.
+        names: replaces token ids, see `Journal.names_of`.
     """
     return Planned(
         now=now,
@@ -198,14 +198,14 @@ def _decided(plan: StepPlan, names: Callable[[Iterable[int]], list[int]]) -> Ste
 
 
 class Journal:
-    """Writes a file of its own in a directory, which is made. For one thread.
+    """Writes a new file in a directory, which it makes if necessary. For one thread.
 
     Attributes:
-        scheduler: the one whose calls are written; the one before it only hands its requests over.
-        has_token_ids: whether token ids are written as they are.
+        scheduler: its calls are written; the calls of the one before it are not.
+        has_token_ids: whether real token ids are written.
 
     Args:
-        max_bytes: that it writes at most; then it ends.
+        max_bytes: most bytes that it writes; then it ends.
         log: takes one line.
 
     Raises:
@@ -236,29 +236,29 @@ class Journal:
             ) from None
 
     def names_of(self, token_ids: Iterable[int]) -> list[int]:
-        """What is written in place of token ids."""
+        """The numbers that are written in place of token ids."""
         if self.has_token_ids:
             return list(token_ids)
         names = self._names
         return [names.setdefault(token_id, len(names)) for token_id in token_ids]
 
     def scope_of(self, scope: bytes) -> bytes:
-        """What is written in place of a cache's scope, which may be a secret."""
+        """The bytes that are written in place of a cache scope, which may be a secret."""
         if self.has_token_ids or not scope:
             return scope
         return blake2b(scope, digest_size=8, key=self._scope_key).digest()
 
     def new_hasher(self, secret: bytes, block_size: int) -> BlockHasher:
-        """A hasher of what is written, as policies of eviction go by bits of the hash."""
+        """A hasher of the written numbers: eviction policies use bits of the hash."""
         if self.has_token_ids or self._file is None:
             return BlockHasher(secret, block_size)
         return BlockHasher(secret, block_size, self.names_of, self.scope_of)
 
     def kept_of(self, tiers: Tiers | None) -> KeptBlocks | None:
-        """What is written of slower tiers.
+        """The contents of slower tiers, as they are written.
 
-        Their keys are those of token ids, as others are to find what they keep: where these are not
-        written, nothing is.
+        Their keys are hashes of real token ids, since other processes use them, too. Without real
+        token ids the journal stops.
         """
         if tiers is None:
             return None
@@ -267,13 +267,13 @@ class Journal:
         return tiers.describe()
 
     def begin(self, scheduler: Scheduler, opened: Opened) -> None:
-        """Write the calls of this scheduler from now on, if anything is written."""
+        """Write the calls of this scheduler from now on, unless the journal has ended."""
         if self._file is not None:
             self.scheduler = scheduler
             self.write(opened)
 
     def weighing(self, weight_of: Callable[[str], float]) -> Callable[[str], float]:
-        """The same function; what it returns is written."""
+        """Wrap a function of tenants' weights, so that changes of its results are written."""
 
         def weigh(tenant: str) -> float:
             weight = weight_of(tenant)
@@ -302,7 +302,7 @@ class Journal:
             self._flush()
 
     def flush(self, *, now: float) -> None:
-        """Write what was noted, unless it is too soon.
+        """Write the buffer, at most once in `FLUSH_EVERY_S`.
 
         Args:
             now: by the monotonic clock.
@@ -312,23 +312,23 @@ class Journal:
             self._flush()
 
     def close(self) -> None:
-        """Write what was noted, and no more."""
+        """Write the buffer and end the journal."""
         self._end("")
 
     def stop(self, reason: str) -> None:
-        """Write no more, and say why."""
+        """End the journal and log the reason."""
         if self._file is not None:
             self._end(reason)
             self._log(event("journal_stopped", reason=reason))
 
     def fail(self, error: Exception) -> None:
-        """Write no more because of a defect of the journal, which is to harm nobody."""
+        """End the journal because of a bug in it, which must not harm requests."""
         self.stop(f"internal error: {type(error).__name__}: {error}")
 
     def _end(self, reason: str) -> None:
         if self._file is None:
             return
-        with contextlib.suppress(Exception):  # perhaps that is the reason
+        with contextlib.suppress(Exception):  # this may be what failed
             self._append(Ended(reason=reason))
         self._flush()
         self._let_go()
@@ -340,14 +340,14 @@ class Journal:
     def _flush(self) -> None:
         data, self._buffer = memoryview(self._buffer), bytearray()
         try:
-            while data and self._file is not None:  # a disk that gets full may take a part
+            while data and self._file is not None:  # a full disk may take only a part
                 data = data[self._file.write(data) :]
         except OSError as error:
             self._let_go()
             self._log(event("journal_stopped", reason=error.strerror))
 
     def _let_go(self) -> None:
-        """Write no more, whatever the file says to that."""
+        """Close the file, and ignore its errors."""
         file, self._file, self.scheduler = self._file, None, None
         self._weights.clear()
         if file is not None:

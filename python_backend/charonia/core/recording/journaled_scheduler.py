@@ -1,6 +1,6 @@
-"""A scheduler that writes down its calls.
+"""A scheduler that writes its calls to a journal.
 
-Owns what of a call is written. Must not know files: see `core/recording/journal.py`.
+Owns the entry of each call. Must not know files: see `core/recording/journal.py`.
 """
 
 from collections.abc import Callable
@@ -30,10 +30,11 @@ T = TypeVar("T")
 
 
 class JournaledScheduler(Scheduler):
-    """A scheduler whose calls are written down.
+    """A scheduler whose calls are written to a journal.
 
     Args:
-        journal: where. engine_args, scheduler_args: that it was made by. values: see `Scheduler`.
+        journal: takes the entries. engine_args, scheduler_args: its configuration, for the journal.
+        values: see `Scheduler`.
     """
 
     def __init__(
@@ -119,10 +120,10 @@ class JournaledScheduler(Scheduler):
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> T:
-        """Make a call, and write what it was and how it ended.
+        """Make a call and write it with its result.
 
         Args:
-            entry: makes the entry of what the call gave; of None where it failed.
+            entry: makes the entry from the call's result; from None if it raised.
         """
         gave, raised = None, ""
         try:
@@ -136,7 +137,7 @@ class JournaledScheduler(Scheduler):
                 self._write(entry, gave, raised)
 
     def _write(self, entry: Callable[[T | None], AnyEntry], gave: T | None, raised: str) -> None:
-        """Write how a call ended; whatever fails here is no failure of the call."""
+        """Write an ended call. A failure in here is no failure of the call."""
         try:
             written = entry(gave)
             self._journal.write(replace(written, raised=raised) if raised else written)

@@ -1,16 +1,16 @@
-"""What the prefix cache holds, told to routers: vLLM's KV events over ZeroMQ.
+"""Tells routers the contents of the prefix cache: vLLM's KV events over ZeroMQ.
 
-Owns the wire format, the sockets and the thread that sends. Must not know the cache: it is told of
-keys (see `CacheEvents`). Nothing here waits for a socket but that thread.
+Owns the wire format, the sockets and the sender thread. Must not know the cache, only its keys (see
+`CacheEvents`). Only the sender thread waits for sockets.
 
     KVCache ── stored, removed, cleared ──► KVEvents ── a batch per step ──► KVEventPublisher
                                                                    PUB: topic, number, batch
                                                       ROUTER: batches from a number on, again
 
-The format is that of vLLM's `distributed/kv_events.py`, each event an array that begins with its
-name. vLLM has sent maps since its pull request 42892; llm-d and NVIDIA Dynamo read both, but their
-older releases arrays alone. A block's hash is the last 8 bytes of its key as a big-endian number,
-which is what llm-d makes of bytes; older releases of Dynamo take nothing but numbers.
+The format is that of vLLM's `distributed/kv_events.py`: each event is an array that begins with its
+name. vLLM sends maps since its pull request 42892. llm-d and NVIDIA Dynamo read both, but their
+older releases read only arrays. A block's hash is the last 8 bytes of its key as a big-endian
+number. llm-d converts bytes to the same number; older releases of Dynamo take only numbers.
 """
 
 import os
@@ -30,18 +30,18 @@ from charonia.errors import ConfigError, shown
 from charonia.events import RareLog, event
 
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
-"""In place of a number, behind the last batch of a replay."""
+"""Sent in place of a number, after the last batch of a replay."""
 _LINGER_MS = 500
 _CLOSE_S = 5.0
 
 
 class BlockStored(msgspec.Struct, array_like=True, tag=True):
-    """Blocks of one prefix, one behind the other, can be hit from now on.
+    """Consecutive blocks of one prefix can be hit from now on.
 
     Attributes:
         parent_block_hash: of the block before them; None if there is none.
-        token_ids: of all of them.
-        medium: vLLM's word for the memory that an engine computes from, be it a CPU's.
+        token_ids: of all these blocks.
+        medium: vLLM's word for the memory that an engine computes from, even a CPU's.
     """
 
     block_hashes: list[int]
@@ -68,11 +68,11 @@ Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class KVEventBatch(msgspec.Struct, array_like=True):
-    """What happened in one step.
+    """The events of one step.
 
     Attributes:
         ts: seconds since the epoch.
-        data_parallel_rank: always there, as Dynamo takes no batch without it.
+        data_parallel_rank: always present, because Dynamo takes no batch without it.
     """
 
     ts: float
@@ -90,20 +90,20 @@ class KVEvents:
     """Collects the events of a step. All calls come from one thread.
 
     Args:
-        publish: takes them; returns how many batches were lost for it.
+        publish: takes the events; returns how many batches were dropped for them.
 
     Attributes:
-        num_dropped: batches that were lost so far.
+        num_dropped: batches dropped so far.
     """
 
     def __init__(self, publish: Callable[[list[Event]], int]) -> None:
         self.num_dropped = 0
         self._publish = publish
         self._events: list[Event] = []
-        self._last_key: bytes | None = None  # of the last event, if it may go on behind that
+        self._last_key: bytes | None = None  # of the last event, if that can be extended
 
     def stored(self, key: bytes, parent: bytes | None, token_ids: Sequence[int]) -> None:
-        """See `CacheEvents`. Blocks that follow each other are one event."""
+        """See `CacheEvents`. Consecutive blocks are one event."""
         if parent is not None and parent == self._last_key:
             last = self._events[-1]
             assert isinstance(last, BlockStored)
@@ -126,12 +126,12 @@ class KVEvents:
             self._events.append(BlockRemoved([_hash_of(key)]))
 
     def cleared(self) -> None:
-        """See `CacheEvents`. It is published at once: there may be no next step for long."""
+        """See `CacheEvents`. Published at once, because the next step may be long in coming."""
         self._events = [AllBlocksCleared()]
         self.flush()
 
     def flush(self) -> None:
-        """Publish what has happened, if anything has."""
+        """Publish the events, if there are any."""
         if self._events:
             events, self._events, self._last_key = self._events, [], None
             self.num_dropped += self._publish(events)
@@ -140,12 +140,12 @@ class KVEvents:
 class KVEventPublisher:
     """Numbers batches, and sends them from a thread of its own.
 
-    Where that cannot keep up, what waits is dropped and the next batch begins by saying that no
-    block can be hit: so readers may miss blocks, and see by the numbers that they do, but never
-    believe in any that have gone.
+    If the thread cannot keep up, the waiting batches are dropped, and the next batch begins with
+    `AllBlocksCleared`. So readers may miss blocks, and see that by the numbers, but they never take
+    an evicted block for a cached one.
 
     Args:
-        model: what the engine's model is called by those who ask for it.
+        model: the name of the engine's model, as clients call it.
         log: takes one line, from any thread.
     """
 
@@ -159,14 +159,14 @@ class KVEventPublisher:
         self._queue: deque[tuple[int, KVEventBatch]] = deque()
         self._next_number = 0
         self._is_closing = False
-        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # rings where there is work
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # rings if there is work
         self._thread = threading.Thread(target=self._run, name="charonia-kv-events", daemon=True)
 
     def bind(self) -> None:
-        """Take the endpoints.
+        """Bind, or connect, the endpoints.
 
         Raises:
-            ConfigError: one cannot be taken; it is named.
+            ConfigError: an endpoint cannot be bound; the message names it.
         """
         context = zmq.Context[zmq.Socket[bytes]]()
         config = self._config
@@ -175,7 +175,7 @@ class KVEventPublisher:
             pub = _socket(context, zmq.PUB, config.hwm)
             _attach(pub, "endpoint", config.endpoint, connects=not config.is_bound)
             if config.replay_endpoint is not None:
-                # Whoever asks again before it has read an answer may miss some of the second.
+                # A reader that asks again before it has read a replay may miss parts of the second.
                 router = _socket(context, zmq.ROUTER, config.buffer_steps + 1)
                 _attach(router, "replay_endpoint", config.replay_endpoint)
         except ConfigError:
@@ -184,7 +184,7 @@ class KVEventPublisher:
         self._sockets = _Sockets(context, pub, router)
 
     def start(self) -> None:
-        """Begin to send; take the endpoints before, if `bind` has not.
+        """Begin to send; `bind` first if that was not done.
 
         Raises:
             ConfigError: as `bind`.
@@ -196,10 +196,10 @@ class KVEventPublisher:
         self._log(event("kv_events_published", endpoint=endpoint, topic=topic))
 
     def publish(self, events: list[Event]) -> int:
-        """Have events sent, which are not changed any more; before `start` they go nowhere.
+        """Send events, which the caller must not change any more; before `start` they are dropped.
 
         Returns:
-            How many batches were lost for it.
+            Number of batches that were dropped for them.
         """
         if self._thread.ident is None:
             return 0
@@ -217,14 +217,14 @@ class KVEventPublisher:
         return num_dropped
 
     def close(self) -> None:
-        """Say that no block can be hit any more, send what waits, and give the endpoints back."""
+        """Send `AllBlocksCleared` after the waiting batches, and release the endpoints."""
         if self._thread.ident is not None:
             self.publish([AllBlocksCleared()])
             self._is_closing = True
             os.eventfd_write(self._bell, 1)
             self._thread.join(_CLOSE_S)
         if self._thread.is_alive():
-            return  # it has what is left; that ends with the process
+            return  # it still uses the sockets; they end with the process
         os.close(self._bell)
         if self._sockets is not None:
             self._sockets.context.destroy()
@@ -237,7 +237,7 @@ class KVEventPublisher:
         try:
             self._send(pub, router)
         finally:
-            # Here, as libzmq 4.3.5 may wait for ever where a reader leaves at the same moment.
+            # In this thread: libzmq 4.3.5 may wait for ever if a reader leaves at the same moment.
             context.destroy(linger=_LINGER_MS)
 
     def _send(self, pub: "zmq.Socket[bytes]", router: "zmq.Socket[bytes] | None") -> None:
@@ -264,7 +264,7 @@ class KVEventPublisher:
             return self._queue.popleft() if self._queue else None
 
     def _replay(self, router: "zmq.Socket[bytes]", kept: Sequence[tuple[bytes, bytes]]) -> None:
-        """Send the batches that are asked for, as far as they are kept, to whoever asks."""
+        """Answer a replay request with the kept batches from the requested number on."""
         frames = router.recv_multipart()
         if len(frames) != 3 or len(frames[2]) != 8:
             self._rare_log(event("kv_events_bad_replay", sizes=str([*map(len, frames)])))
@@ -277,7 +277,7 @@ class KVEventPublisher:
 
 
 def default_topic(model: str) -> str:
-    """What llm-d reads a pod's and a model's name from."""
+    """The topic from which llm-d reads the names of the pod and the model."""
     pod = os.environ.get("POD_NAME") or os.environ.get("POD_IP") or socket.gethostname()
     return f"kv@{pod}@{model}"
 
@@ -300,7 +300,7 @@ def _attach(
     taken.setsockopt(zmq.IPV6, "[" in endpoint)
     path = Path(endpoint.removeprefix("ipc://"))
     if endpoint.startswith("ipc://") and path.exists() and not path.is_socket():
-        # Else it would be removed.
+        # libzmq would remove the file.
         raise ConfigError(f"kv_events_config: {name} = {shown(endpoint)} is there and no socket")
     try:
         if connects:
@@ -309,7 +309,7 @@ def _attach(
             taken.bind(endpoint)
     except zmq.ZMQError as error:
         what = "connected to" if connects else "bound"
-        reason = zmq.strerror(error.errno or 0)  # its own text has the whole endpoint
+        reason = zmq.strerror(error.errno or 0)  # the error's own text contains the whole endpoint
         raise ConfigError(
             f"kv_events_config: {name} = {shown(endpoint)} cannot be {what}: {reason}"
         ) from None

@@ -1,8 +1,7 @@
 """A record of the traffic and of the engine's steps, for `charonia simulate`.
 
-Owns the two files, and what is written of a request. Must not know text: of a prompt it writes
-keyed hashes of its blocks, whose key is forgotten with the process. Whatever happens to the files,
-requests go on.
+Owns the two files and their contents. Must not know text: of a prompt it writes keyed hashes of its
+blocks, and the key is lost with the process. Errors of the files never stop requests.
 """
 
 import secrets
@@ -25,20 +24,20 @@ from charonia.traces import StepRecord, TraceRequest
 
 REQUESTS, STEPS = "requests.jsonl", "steps.jsonl"
 BLOCK_LENGTH = 64
-"""Tokens of a prompt that are hashed to one id."""
+"""Tokens of a prompt that one hash id stands for."""
 FLUSH_EVERY_S = 1.0
-_ID_BITS = 52  # so that every reader of JSON has them whole
+_ID_BITS = 52  # so that every JSON reader keeps them exact
 _PIECE = 2**16
-_MAX_LINES = 4096  # before they are written
+_MAX_LINES = 4096  # in the buffer
 
 Sink = Callable[[Chunk], None]
 
 
 class Recorder:
-    """Appends to the files of a directory, which is made. For all threads.
+    """Appends to the files of a directory, which it makes if necessary. For all threads.
 
     Args:
-        max_bytes: that this recorder writes at most; then it ends.
+        max_bytes: most bytes that this recorder writes; then it ends.
         log: takes one line.
 
     Raises:
@@ -62,30 +61,31 @@ class Recorder:
             ) from None
 
     def follow(self, request: GenerationRequest, sink: Sink, arrived_at: float) -> "Followed":
-        """Take note of a request that is about to be let in, and is no probe.
+        """Begin the record of a request that is about to be admitted and is no probe.
 
         Args:
-            sink: for its chunks. arrived_at: when it came, by the monotonic clock.
+            sink: takes its chunks. arrived_at: its arrival, by the monotonic clock.
         """
         line = self._line_of(request, time.monotonic() - arrived_at)
         return Followed(line, sink, arrived_at, self._note_end)
 
     def note_step(self, record: StepRecord) -> None:
-        """Take note of a step."""
+        """Record a step."""
         self._write(STEPS, record)
 
     def flush(self, *, now: float | None = None) -> None:
-        """Write what was noted.
+        """Write the buffer.
 
         Args:
-            now: by the monotonic clock; nothing happens when it is too soon. None is always.
+            now: by the monotonic clock; does nothing within `FLUSH_EVERY_S` of the last flush. None
+                always writes.
         """
         with self._lock:
             if now is None or now - self._flushed_at >= FLUSH_EVERY_S:
                 self._flush()
 
     def close(self) -> None:
-        """Write what was noted, and no more."""
+        """Write the buffer and stop."""
         with self._lock:
             self._flush()
             self._stop()
@@ -137,7 +137,7 @@ class Recorder:
             for name, file in self._files.items():
                 lines, self._lines[name] = self._lines[name], []
                 data = b"".join(lines)
-                while data:  # a disk that gets full may take a part
+                while data:  # a full disk may take only a part
                     data = data[file.write(data) :]
         except OSError as error:
             self._stop(error.strerror)
@@ -156,7 +156,7 @@ class Followed:
     """A request whose line is written at its end.
 
     Args:
-        line: what is known of it. sink: for its chunks. arrived_at: by the monotonic clock.
+        line: its record so far. sink: takes its chunks. arrived_at: by the monotonic clock.
         note_end: called with its line and its last chunk.
     """
 
@@ -173,18 +173,18 @@ class Followed:
         self._note_end = note_end
         self._intake_s = 0.0
         self._num_tokens = 0
-        self._reason: FinishReason = "cancelled"  # of the last sample that ended by itself
+        self._reason: FinishReason = "cancelled"  # of the last sample that was not cancelled
 
     def note_taken_in(self) -> None:
-        """The scheduler has it: the next plan is the first that it can be in."""
+        """Note that the core has the request: it can be in the next plan."""
         self._intake_s = time.monotonic() - self._arrived_at
 
     def note_refused(self, error: CharoniaError) -> None:
-        """It was not let in after all."""
+        """Note that the request was refused."""
         self._note_end(self._line, Chunk("", error=error))
 
     def take(self, chunk: Chunk) -> None:
-        """Take a chunk, and hand it on."""
+        """Take a chunk and pass it on."""
         self._num_tokens += len(chunk.token_ids)
         if chunk.finish_reason is not None and chunk.finish_reason != "cancelled":
             self._reason = chunk.finish_reason
@@ -202,10 +202,10 @@ class Followed:
 
 
 class RecordingExecutor:
-    """Another executor, whose steps are recorded.
+    """Wraps an executor and records its steps.
 
     Args:
-        clock: seconds, monotonic.
+        clock: monotonic, in seconds.
     """
 
     def __init__(self, executor: Executor, recorder: Recorder, clock: Callable[[], float]) -> None:
@@ -261,7 +261,7 @@ class _Recorded:
 
 
 def _open(path: Path) -> FileIO:
-    """To append to, without what follows the last end of a line: whoever wrote it was killed."""
+    """Open a file to append to. An unfinished last line, of a killed process, is cut off."""
     file = path.open("a+b", buffering=0)
     end = file.seek(0, SEEK_END)
     while end:

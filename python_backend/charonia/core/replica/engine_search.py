@@ -1,7 +1,7 @@
-"""How an engine is got that is to serve: looked for or loaded, one attempt at a time.
+"""Attempts to connect to an engine or to load one, one at a time.
 
-Owns the attempt that is under way, and whether anybody wants what comes of it. Must not know when
-an engine is needed, nor what it is good for.
+Owns the present attempt, and whether its result is still wanted. Must not know when an engine is
+needed, nor how it is used.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ class EngineSearch:
     """Attempts to get an engine, each in a thread of its own (`Executor.open`).
 
     Args:
-        clock: seconds, monotonic. timeout_s: what takes longer counts as stuck.
+        clock: monotonic, in seconds. timeout_s: an attempt that takes longer counts as stuck.
         wake: called from any thread when an attempt has ended.
     """
 
@@ -35,30 +35,30 @@ class EngineSearch:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether an attempt has not ended, or `take_ended` has not given it back."""
+        """Whether there is an attempt that `take_ended` has not returned yet."""
         return self._opening is not None
 
     @property
     def is_stuck(self) -> bool:
-        """Whether an attempt takes longer than it may."""
+        """Whether the present attempt takes longer than `timeout_s`."""
         seconds = self._clock() - self._began_at
         return self._opening is not None and seconds >= self._timeout_s
 
     def begin(self, *, replace: bool) -> None:
-        """Begin an attempt: none is under way.
+        """Begin an attempt; there must be none under way.
 
         Args:
-            replace: load a fresh engine, instead of asking the one that is there what it is.
+            replace: load a new engine, instead of connecting to the present one.
         """
         self._began_at = self._clock()
         self._opening = self._executor.open(replace=replace, on_done=self._wake)
 
     def discard(self) -> None:
-        """Whatever comes of the attempt that is under way is not wanted any more."""
+        """Ignore the result of the present attempt."""
         self._is_void = self._opening is not None
 
     def take_ended(self) -> Opening | None:
-        """An attempt that has ended, once; None where there is none, or nobody wants it."""
+        """Return an ended attempt, once; None if there is none or its result is not wanted."""
         opening = self._opening
         if opening is None or not opening.is_done:
             return None

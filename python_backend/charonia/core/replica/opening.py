@@ -1,6 +1,6 @@
-"""An engine that is being looked for or loaded, and how that is seen from another thread.
+"""An attempt to connect to an engine or to load one, and how another thread sees it.
 
-Owns the hand-over of what came of it. Must not know what is done to get an engine.
+Owns the handover of the result. Must not know how an engine is found or loaded.
 """
 
 import threading
@@ -10,10 +10,10 @@ from charonia.protocol import EngineInfo
 
 
 class EngineOpening:
-    """Work that ends with an engine, or an error.
+    """Work that ends with an engine or an error.
 
     Args:
-        work: looks for an engine, or loads one; what it raises is kept.
+        work: finds or loads an engine; its exception is kept for `result`.
     """
 
     def __init__(self, work: Callable[[], EngineInfo]) -> None:
@@ -27,14 +27,14 @@ class EngineOpening:
         return self._outcome is not None
 
     def result(self) -> EngineInfo:
-        """The engine; raises what the work did."""
+        """The engine. Raises the exception of the work, if it has failed."""
         assert self._outcome is not None, "result() before it is done"
         if isinstance(self._outcome, Exception):
             raise self._outcome
         return self._outcome
 
     def run(self) -> None:
-        """Do the work here and now."""
+        """Do the work in this thread."""
         try:
             self._outcome = self._work()
         except Exception as error:
@@ -44,7 +44,7 @@ class EngineOpening:
         """Do the work in a thread of its own.
 
         Args:
-            on_done: called there at the end.
+            on_done: called in that thread at the end.
         """
 
         def run() -> None:
@@ -55,6 +55,6 @@ class EngineOpening:
         self._thread.start()
 
     def join(self, timeout: float) -> None:
-        """Wait for the thread's end, if there is one; not longer than this."""
+        """Wait for the thread's end, if there is one, for at most `timeout` seconds."""
         if self._thread is not None:
             self._thread.join(timeout)

@@ -1,12 +1,10 @@
-"""The life of one engine, as the scheduler's side sees it.
+"""The state of one engine, as the scheduler's side sees it.
 
-Owns which state an engine is in (`transitions` has the table), when one is looked for or loaded
-again, and what is counted and logged of that. Must not know requests, plans, how an engine is
-loaded, or what becomes of those who wait for it.
+Owns the present state (`transitions` has the table), when an engine is looked for or loaded again,
+and the metrics and log lines of that. Must not know requests, plans, or how an engine is loaded.
 
-In SERVING steps run. In the other states nothing does, and requests wait, are refused (see
-`down_reason`), are cancelled, and run out of time all the same: whoever looks for an engine or
-loads one does so elsewhere, and an event says what came of it.
+Steps run in SERVING only. In the other states requests wait or are refused (see `down_reason`), and
+cancellations and timeouts work. Engines are found and loaded elsewhere; an event brings the result.
 """
 
 from collections.abc import Callable
@@ -30,9 +28,9 @@ from charonia.protocol import EngineInfo
 CONNECT_RETRY_S = 0.1
 BACKOFF_S = (1.0, 2.0, 5.0, 10.0, 30.0)
 SILENT_START_S = 5.0
-"""How long nobody may answer at the start for an engine that Triton calls loaded."""
+"""How long an engine that Triton calls loaded may fail to answer at the start, in seconds."""
 UNLOADED_WAIT_S = 60.0
-"""How long requests wait for an engine that was unloaded; then they fail."""
+"""How long requests wait for an engine that was unloaded, in seconds; then they fail."""
 NOT_READY = "the engine is not ready yet"
 MISSING = "the engine was unloaded; it can be loaded again by Triton's model control"
 SHUTTING_DOWN = "the server is shutting down"
@@ -41,13 +39,13 @@ _IS_LOOKED_FOR = frozenset({State.STARTING, State.CHECKING, State.UNLOADED, Stat
 
 
 class Recovery:
-    """The state of one engine, its history as far as it matters, and its counts and log lines.
+    """The state of one engine, with its metrics and log lines.
 
     Args:
-        clock: seconds, monotonic. log: takes one line.
+        clock: monotonic, in seconds. log: takes one line.
 
     Attributes:
-        info: of the engine as last seen, None before there was one.
+        info: of the engine, as last seen; None before there was one.
     """
 
     def __init__(
@@ -71,22 +69,22 @@ class Recovery:
 
     @property
     def state(self) -> State:
-        """What there is of the engine."""
+        """The present state."""
         return self._state
 
     @property
     def is_serving(self) -> bool:
-        """Whether there is an engine that steps can run on at this very moment."""
+        """Whether there is an engine that steps can run on now."""
         return self._state is State.SERVING
 
     @property
     def serving_since(self) -> float | None:
-        """When this engine was found; None while there is none that serves."""
+        """When this engine was found; None while none serves."""
         return self._found_at if self.is_serving else None
 
     @property
     def down_reason(self) -> str | None:
-        """Why requests do not wait for an engine; None while they do, or there is one."""
+        """Why requests fail instead of waiting for an engine; None if they wait or there is one."""
         match self._state:
             case State.STARTING:
                 return NOT_READY
@@ -101,17 +99,17 @@ class Recovery:
 
     @property
     def unavailable(self) -> UnavailableError:
-        """What a request is told that does not wait for an engine."""
+        """The error of a request that cannot wait for an engine."""
         if self._state is State.STOPPED:
             return ShuttingDownError()
         return EngineDownError(self.down_reason or NOT_READY)
 
     @property
     def known_info(self) -> EngineInfo:
-        """Of the engine as last seen.
+        """Info of the engine, as last seen.
 
         Raises:
-            UnavailableError: none was ever there.
+            UnavailableError: there was no engine yet.
         """
         if self.info is None:
             raise self.unavailable
@@ -119,7 +117,7 @@ class Recovery:
 
     @property
     def is_to_be_loaded(self) -> bool:
-        """Whether what is there is to be replaced, and not only looked for."""
+        """Whether an engine is to be loaded, not only looked for."""
         return self._state in _IS_LOADED
 
     @property
@@ -130,28 +128,28 @@ class Recovery:
 
     @property
     def is_overdue(self) -> bool:
-        """Whether an engine that was unloaded has been waited for long enough."""
+        """Whether the wait for an engine that was unloaded has timed out."""
         return self._state is State.UNLOADED and self._clock() - self._gone_at >= UNLOADED_WAIT_S
 
     def may(self, happened: Event) -> bool:
-        """Whether the table has this event in the present state."""
+        """Whether this event can happen in the present state."""
         return happened in TRANSITIONS[self._state]
 
     def knows(self, info: EngineInfo) -> bool:
-        """Whether this is the engine that served last, of the same processes."""
+        """Whether this is the engine that served last, with the same processes."""
         is_same = self.info is not None and info.pids == self.info.pids
         return is_same and self._state is State.CHECKING
 
-    # ------------------------------------------------------------------ what was looked for
+    # ------------------------------------------------------------------ results of a search
 
     def note_found(self, info: EngineInfo, num_live: int) -> None:
-        """The engine that was looked for or loaded serves, and so many requests go on with it."""
+        """An engine was found or loaded and serves; `num_live` requests go on with it."""
         before = self._state
         self._move(Event.FOUND)
         self.info = info
-        self._retry_at = 0.0  # the next loss is another matter
+        self._retry_at = 0.0  # later losses begin a new back-off
         if before is State.CHECKING:
-            return  # a step that fails next is the second in a row
+            return  # the failed step still counts: the next one is the second in a row
         self._found_at = self._clock()
         self._num_failed_loads = self._num_failed_steps = 0
         self._has_stumbled = False
@@ -170,7 +168,7 @@ class Recovery:
             self._log(event("engine_reloaded", seconds=seconds, recomputed=num_live))
 
     def note_missing(self, error: CharoniaError, num_live: int) -> None:
-        """The engine that was looked for or loaded is not there, or of no use.
+        """No engine was found or loaded, or it cannot be used.
 
         Args:
             num_live: requests that wait for it.
@@ -190,7 +188,7 @@ class Recovery:
             self._fail(error, num_live)
 
     def _note_missing_at_start(self, error: EngineDiedError, num_live: int) -> None:
-        """It may still be loading, or the server starting; else whoever is loaded answers."""
+        """The engine may still be loading, or the server starting. A loaded engine must answer."""
         if isinstance(error, EngineUnloadedError | ServerStoppingError):
             self._silent_since = None
             self.unload(num_live)
@@ -204,7 +202,7 @@ class Recovery:
             self.lose(error, num_live)
 
     def give_up(self, error: EngineDiedError, num_live: int) -> None:
-        """Whoever looks for the engine or loads it does not come back: nobody waits any longer."""
+        """The attempt to find or load an engine is stuck; requests stop waiting for it."""
         if self._state is State.CHECKING:
             self._gone_at = self._clock()
         self._move(Event.STUCK)
@@ -213,7 +211,7 @@ class Recovery:
         self._log(event("engine_load_stuck", failed_requests=num_live, reason=error))
 
     def stumble(self, error: EngineDiedError) -> None:
-        """The engine died while it was loaded, which says nothing of the next try: that is now."""
+        """The engine died while it was loaded; the next attempt follows at once."""
         self._move(Event.STUMBLED)
         self._has_stumbled = True
         self._count("load_failed")
@@ -224,7 +222,7 @@ class Recovery:
         return not self._has_stumbled and self.may(Event.STUMBLED)
 
     def back_off(self) -> float:
-        """Put the next try off, further each time; return for how many seconds."""
+        """Delay the next attempt, longer each time; return the delay in seconds."""
         wait = BACKOFF_S[min(self._num_failed_loads, len(BACKOFF_S) - 1)]
         self._num_failed_loads += 1
         self._retry_at = self._clock() + wait
@@ -246,17 +244,17 @@ class Recovery:
             event("engine_load_failed", retry_in=wait, failed_requests=num_live, reason=error)
         )
 
-    # ------------------------------------------------------------------ what happens by itself
+    # ------------------------------------------------------------------ other events
 
     def note_step(self) -> None:
-        """A step succeeded."""
+        """Note a successful step."""
         self._num_failed_steps = 0
 
     def note_failed_step(self, error: StepFailedError, num_live: int) -> bool:
-        """A step raised.
+        """Note a failed step.
 
         Returns:
-            Whether the engine counts as dead: it was the second step in a row.
+            Whether the engine counts as dead: two steps in a row have failed.
         """
         self._num_failed_steps += 1
         self._count("step_failed")
@@ -264,20 +262,20 @@ class Recovery:
         return self._num_failed_steps > 1
 
     def doubt(self) -> None:
-        """What is known of the engine is void: it is asked anew before it serves."""
+        """The state of the engine is uncertain: connect to it again before it serves."""
         self._move(Event.DOUBTED)
 
     def lose(self, error: Exception, num_live: int) -> None:
-        """The engine has gone, or hangs: whatever is left of it is to be replaced.
+        """The engine is dead or hangs, and is to be replaced.
 
         Args:
-            error: what showed it. num_live: requests that wait for the next one.
+            error: the error that showed it. num_live: requests that wait for the next engine.
         """
         self._move(Event.LOST)
         self._gone()
         self._failure = str(error)
         kind = _kind(error)
-        if kind != "step_failed":  # those are counted already
+        if kind != "step_failed":  # failed steps are counted already
             self._count(kind)
         self._log(
             event(
@@ -290,7 +288,7 @@ class Recovery:
         )
 
     def unload(self, num_live: int) -> None:
-        """Triton has unloaded the engine, or has not loaded it again yet; nobody is to blame."""
+        """Triton has unloaded the engine, or has not loaded it again yet; no request is blamed."""
         before = self._state
         self._move(Event.UNLOADED)
         self._retry_at = self._clock() + CONNECT_RETRY_S
@@ -299,18 +297,18 @@ class Recovery:
             self._log(event("engine_unloaded", live=num_live))
 
     def wait_no_longer(self, num_live: int) -> None:
-        """Nobody has loaded the engine again for long enough."""
+        """The wait for an engine that was unloaded has timed out."""
         self._move(Event.OVERDUE)
         self._log(event("engine_missed", failed_requests=num_live, reason=MISSING))
 
     def order(self, num_live: int) -> None:
-        """An operator has ordered another engine: this one is to be replaced."""
+        """An operator has ordered a reload: this engine is to be replaced."""
         self._move(Event.ORDERED)
         self._gone()
         self._log(event("engine_reloading", live=num_live))
 
     def stop(self, num_live: int = 0) -> None:
-        """The server is shutting down: whatever becomes of the engine is no loss."""
+        """The server is shutting down; losing the engine is no failure any more."""
         before = self._state
         self._move(Event.STOPPED)
         if before is not State.STOPPED:

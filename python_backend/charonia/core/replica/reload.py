@@ -1,7 +1,7 @@
-"""Another engine under a living scheduler: what is asked for, and what is taken over.
+"""Reload: another engine under a running scheduler.
 
-Owns the order to change the engine, and moving live requests to a scheduler with other limits. Must
-not know how an engine is loaded, nor who waits for it.
+Owns an operator's order to change the engine, and the move of live requests to a scheduler with
+other limits. Must not know how an engine is loaded, nor which clients wait.
 
     waiting ──► [draining: live requests finish, new ones are held] ──► loading ──► done
                                                                            │
@@ -20,21 +20,21 @@ Phase = Literal["waiting", "draining", "loading", "done", "failed"]
 
 @dataclass
 class Reload:
-    """An order to go on with another engine, and what has become of it.
+    """An order to change to another engine, and its progress.
 
-    Written by the thread that owns the engine, and read by any. Two words come from elsewhere:
-    `is_cancelled`, and a `fail` of an order that was refused before that thread had seen it.
+    The thread that owns the engine writes it; any thread may read it. Other threads write only
+    `is_cancelled`, and call `fail` for an order that is refused before that thread has seen it.
 
     Attributes:
-        install: makes the new configuration the one that an engine is loaded with, or raises
-            OSError and leaves the old one; restore: undoes that; settle: makes it last, once there
-            is an engine of it. These two may raise OSError, too.
+        install: installs the new configuration for the next load; raises OSError and keeps the old
+            one if it fails. restore: undoes that. settle: makes it permanent, once an engine serves
+            with it. Both may raise OSError, too.
         drain: whether live requests finish on the old engine first.
-        phase: how far it is. seconds: since the old engine stopped computing, once over.
-        num_live: requests that must finish first, while draining; that went on, when done.
-        num_held: requests that came since, while draining.
-        reason: why it failed, or cannot succeed any more.
-        is_cancelled: set by whoever gave the order, to have it undone while it is draining.
+        phase: progress. seconds: from the old engine's last step to the end, once it is over.
+        num_live: while draining, requests that must finish first; when done, requests that went on.
+        num_held: while draining, new requests that wait for the next engine.
+        reason: why it failed or can no longer succeed.
+        is_cancelled: set by the operator's side, to cancel it while it is draining.
     """
 
     install: Callable[[], None]
@@ -51,21 +51,21 @@ class Reload:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing comes of it any more."""
+        """Whether it is done or has failed."""
         return self.phase in ("done", "failed")
 
     def begin(self, now: float) -> None:
-        """The old engine computes no more, and the new one is to be loaded."""
+        """Note that the old engine has stopped and the new one is to be loaded."""
         self.phase = "loading"
         self._began_at = now
 
     def finish(self, now: float) -> None:
-        """The new engine serves."""
+        """Note that the new engine serves."""
         self._take_time(now)
         self.phase = "done"
 
     def undo(self, reason: str) -> str:
-        """Restore the old configuration; returns the reason for that, and what hindered it."""
+        """Restore the old configuration. Returns the reason, and the error if that fails, too."""
         try:
             self.restore()
         except OSError as error:
@@ -73,7 +73,7 @@ class Reload:
         return reason
 
     def fail(self, reason: str, now: float | None = None) -> None:
-        """It did not come about."""
+        """Note that the reload has failed."""
         if now is not None:
             self._take_time(now)
         self.reason = reason
@@ -85,21 +85,21 @@ class Reload:
 
 
 def take_over(old: Scheduler, new: Scheduler) -> None:
-    """Give a scheduler for another engine all live requests of an old one, in their order.
+    """Move all live requests from an old scheduler to a new one, in their order.
 
-    Nothing that is cached is taken along. All requests must fit (see `misfit`).
+    The new cache is empty. All requests must fit the new engine (see `misfit`).
     """
     old.reset()  # nothing is in flight, and no request has a row
     requests = sorted(old.requests, key=lambda request: request.number)
     for request in requests:
         request.group.disband()
-        request.expected_ids.clear()  # they may be no tokens of this engine
+        request.expected_ids.clear()  # the new vocabulary may lack them
     for request in requests:
         new.add(request)
 
 
 def misfit(request: Request, info: EngineInfo, limits: Limits) -> str | None:
-    """Why a live request cannot go on with an engine; None when it can."""
+    """Why a live request cannot go on with an engine; None if it can."""
     num_tokens = len(request.token_ids)
     if num_tokens >= limits.max_model_len:
         return (

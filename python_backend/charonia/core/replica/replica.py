@@ -1,16 +1,16 @@
-"""What the scheduler's side keeps of one engine: its requests' steps, and its life.
+"""The scheduler's side of one engine: its requests, its steps and its recovery.
 
-Owns the scheduler, the steps in flight, the search for an engine, the state of recovery and a
-reload that is carried out. Must not know text, clients, or requests that wait elsewhere: several
-replicas may stand under one `engine_core`.
+Owns the scheduler, the steps in flight, the search for an engine, the recovery state and a reload
+in progress. Must not know text, clients, or requests that wait elsewhere: one `engine_core` may
+have several replicas.
 
     add() ─► Scheduler ─ fill() ─► StepsInFlight ─ collect() ─► updates
                  ▲                    │ a step fails, the engine dies, hangs, is unloaded
                  │                    ▼
                  └─── follow() ◄── Recovery: one table of states    another engine, or none
 
-Nothing here waits for an engine: it is looked for and loaded elsewhere (`Executor.open`), and
-`follow` sees what came of it. A step's result is waited for as long as the caller says.
+Nothing here waits for an engine. `Executor.open` finds or loads it elsewhere, and `follow` takes
+the result. `collect` waits for a step as long as its caller allows.
 """
 
 from collections.abc import Callable
@@ -51,14 +51,14 @@ from charonia.protocol import EngineInfo, Executor, Opening
 
 
 class ReplicaEvents(Protocol):
-    """What a replica tells of the requests that it has, by the keys of their groups."""
+    """Receives the events of a replica's requests, by the keys of their groups."""
 
     def on_started(self, key: str) -> None:
         """The first step of a request begins."""
         ...
 
     def on_failed(self, key: str, error: CharoniaError) -> None:
-        """A request cannot go on here: to be ended now, with `finish` of all its samples."""
+        """A request cannot go on here. It must be ended now, with `finish` of all its samples."""
         ...
 
 
@@ -66,15 +66,16 @@ class Replica:
     """Runs requests on one engine, and on the next one when that is lost or replaced.
 
     Args:
-        events: told within calls, in their thread.
-        schedulers: that of each engine.
-        clock: seconds, monotonic. log: takes one line.
-        read_args: what the engine of this moment was loaded with; None is always `engine_args`.
-        wake: called from any thread when `follow` has something to see.
-        kv_events: told what the prefix cache holds; None where nobody listens.
+        events: receives events within calls, in the caller's thread.
+        schedulers: makes and holds the scheduler of each engine.
+        clock: monotonic, in seconds. log: takes one line.
+        read_args: returns the arguments of the engine that is loaded now; None always means
+            `engine_args`.
+        wake: called from any thread when `follow` has something to do.
+        kv_events: gets the changes of the prefix cache; None if nobody subscribes.
 
     Attributes:
-        engine_args: of the engine as last seen. recovery: what there is of it.
+        engine_args: of the engine, as last seen. recovery: its state.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class Replica:
             executor, clock=clock, timeout_s=scheduler_args.load_timeout_s, wake=wake
         )
         self.recovery = Recovery(metrics=metrics, clock=clock, log=log)
-        self._reload: Reload | None = None  # that is carried out
+        self._reload: Reload | None = None  # in progress
         self._limits: Limits | None = None
 
     # ------------------------------------------------------------------ questions
@@ -127,15 +128,15 @@ class Replica:
 
     @property
     def last_step_at(self) -> float | None:
-        """When a step with tokens was last known to have ended, None before the first."""
+        """When the result of a step with tokens last arrived; None before the first."""
         return self._steps.last_step_at
 
     @property
     def limits(self) -> Limits:
-        """Of the engine as last seen.
+        """Limits of the engine, as last seen.
 
         Raises:
-            UnavailableError: there is none that requests could wait for.
+            UnavailableError: there is no engine, and none is expected.
         """
         if self.recovery.down_reason is not None or self._limits is None:
             raise self.recovery.unavailable
@@ -143,16 +144,16 @@ class Replica:
 
     @property
     def num_running(self) -> int:
-        """Requests that have a row of the engine."""
+        """Number of samples that have a row of the engine."""
         return self._schedulers.num_running
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for one."""
+        """Number of samples that wait for a row."""
         return self._schedulers.num_waiting
 
     def show_metrics(self) -> None:
-        """Bring up to date what the metrics say of this replica."""
+        """Update the metrics of this replica."""
         self._metrics.gauges["charonia_engine_up", ""] = float(self.recovery.is_serving)
         if (scheduler := self._scheduler) is not None:
             self._metrics.show_scheduler(scheduler)
@@ -163,7 +164,7 @@ class Replica:
     # ------------------------------------------------------------------ requests
 
     def add(self, request: Request) -> None:
-        """Take one sample of a request in, of an engine that serves.
+        """Add one sample of a request; an engine must be serving.
 
         Raises:
             UnavailableError: it does not fit this engine.
@@ -174,14 +175,14 @@ class Replica:
         self._scheduler.add(request)
 
     def shed(self, shedding: LoadShedding) -> None:
-        """Have steps do without something from now on, on any engine."""
+        """Apply load shedding to steps from now on, on any engine."""
         self._schedulers.shed(shedding)
 
     def finish(self, key: str, *, is_complete: bool = False) -> None:
-        """End one sample of a request; nothing happens when it is not here.
+        """End one sample of a request; one that is not live is ignored.
 
         Args:
-            is_complete: whether its answer is: its text met a stop string.
+            is_complete: whether its answer is complete, by a stop string.
         """
         if self._scheduler is not None:
             self._scheduler.finish(key, is_complete=is_complete)
@@ -189,10 +190,10 @@ class Replica:
     # ------------------------------------------------------------------ steps
 
     def fill(self) -> None:
-        """Have as many steps in flight as the engine takes, there is work for, and it is time for.
+        """Submit as many steps as the engine takes, if there is work and it is time for them.
 
-        A step that overlaps is planned shortly before it is needed, so that it has who comes until
-        then: see `plan_time`.
+        A step that overlaps another one is planned shortly before it is needed, so that it includes
+        requests that arrive until then: see `plan_time`.
         """
         scheduler, steps = self._scheduler, self._steps
         assert scheduler is not None, "fill() before there was an engine"
@@ -212,10 +213,10 @@ class Replica:
                 steps.set_plan_time(began_at, may_plan_ahead=scheduler.may_plan_ahead)
 
     def collect(self, wait_s: float) -> list[Update]:
-        """What the oldest step in flight did; nothing when it takes longer than `wait_s`.
+        """Updates of the oldest step in flight; none if it takes longer than `wait_s` seconds.
 
-        It returns as well when it is time to plan the step behind it. A failure of the step or of
-        the engine is dealt with here.
+        It also returns when it is time to plan the next step. Failures of the step or of the engine
+        are handled here.
         """
         try:
             step = self._steps.wait(wait_s)
@@ -224,7 +225,7 @@ class Replica:
             if self.recovery.note_failed_step(error, self._num_live):
                 self._lose(StepFailedError("two steps failed in a row"))
             else:
-                self.recovery.doubt()  # it may be another engine by now
+                self.recovery.doubt()  # the engine may be another one by now
         except EngineDiedError as error:
             self._lose(error)
         else:
@@ -232,14 +233,14 @@ class Replica:
         return []
 
     def watch(self) -> None:
-        """Look after an engine that has nothing to do."""
+        """Check that an idle engine is alive."""
         try:
             self._executor.check()
         except EngineDiedError as error:
             self._lose(error)
 
     def _commit(self, step: EndedStep) -> list[Update]:
-        """Take over what a step did."""
+        """Apply the result of a step."""
         scheduler = self._scheduler
         assert scheduler is not None, "a step without a scheduler"
         if step.num_tokens:
@@ -255,7 +256,7 @@ class Replica:
     # ------------------------------------------------------------------ the engine's life
 
     def follow(self) -> None:
-        """Look for an engine or load one, if that is due, and see what has come of it."""
+        """Find or load an engine, if that is due, and take the result of an ended attempt."""
         recovery, search = self.recovery, self._search
         if not search.is_under_way and recovery.is_due:
             search.begin(replace=recovery.is_to_be_loaded)
@@ -268,10 +269,10 @@ class Replica:
             self._fail_all_if_down()
 
     def reload(self, reload: Reload) -> bool:
-        """Replace the engine by the one that `reload` configures; see there what comes of it.
+        """Replace the engine by the one that `reload` configures; that shows the progress.
 
         Returns:
-            Whether the order was taken, or has failed; False where it is too early for it.
+            Whether the reload has begun or has failed; False if it is too early for it.
         """
         if self.recovery.state is State.STOPPED:
             reload.fail(SHUTTING_DOWN)
@@ -293,9 +294,9 @@ class Replica:
         return True
 
     def abandon(self, error: CharoniaError) -> None:
-        """Forget a state that has become useless; the engine is asked anew what it is.
+        """Discard all requests and steps, and connect to the engine again.
 
-        The state is not touched: whatever made it useless must not keep anybody waiting.
+        The state is discarded unread, since it may be broken.
         """
         self._schedulers.drop()
         self._steps.give_up()
@@ -308,7 +309,7 @@ class Replica:
             self._end_reload(str(error))
 
     def close(self) -> None:
-        """Let go of the engine."""
+        """Release the engine."""
         if self._reload is not None:
             self._end_reload(self._reload.undo(SHUTTING_DOWN))
         self._steps.give_up()
@@ -316,7 +317,7 @@ class Replica:
         self._executor.close()
 
     def _go_on_with(self, opening: Opening) -> None:
-        """Serve with the engine that was opened, or take note that there is none."""
+        """Serve with the engine that was opened, or note that there is none."""
         if self.recovery.state is State.STOPPED:
             return
         try:
@@ -325,10 +326,10 @@ class Replica:
         except CharoniaError as error:
             self._miss(error)
         except Exception:
-            self.recovery.back_off()  # whoever catches it will call again
+            self.recovery.back_off()  # the caller catches it and calls again
             raise
         else:
-            # What is kept is the tiers' from here on, who follow each change.
+            # The tiers have taken over the list of kept blocks, and follow its changes.
             self.recovery.note_found(msgspec.structs.replace(info, kept=None), self._num_live)
             if self._reload is not None:
                 self._settle_reload(self._reload)
@@ -339,7 +340,7 @@ class Replica:
             return
         reload = self._reload
         if reload is not None and not reload.reason:
-            # The configuration before it is to be there when an engine is loaded next.
+            # The next engine is to be loaded with the last configuration.
             reload.reason = reload.undo(str(error))
             if not isinstance(error, ServerStoppingError):
                 error = EngineDiedError(reload.reason)
@@ -349,9 +350,10 @@ class Replica:
         self._fail_all_if_down()
 
     def _give_up_search(self) -> None:
-        """Nobody waits any longer for what is being opened; it is welcome all the same, later.
+        """Stop waiting for an attempt that is stuck. If it succeeds later, its engine still serves.
 
-        Unless a reload ordered it: that fails, and the configuration is the old one again.
+        For a reload its result is discarded: the reload fails, and the old configuration is
+        restored.
         """
         timeout_s = self._scheduler_args.load_timeout_s
         error = EngineDiedError(f"it was not loaded within {timeout_s:g} s")
@@ -364,7 +366,7 @@ class Replica:
         self._fail_all_if_down()
 
     def _lose(self, error: Exception) -> None:
-        """The engine has gone: blame, and have a fresh one recompute every live request."""
+        """Handle the loss of the engine: quarantine a guilty request; the others are recomputed."""
         num_live = self._num_live
         guilty = None
         if isinstance(error, ServerStoppingError):
@@ -381,13 +383,13 @@ class Replica:
         self._fail_all_if_down()
 
     def _start_over(self) -> None:
-        """Give up the steps in flight: the next engine computes everything anew."""
+        """Discard the steps in flight: the next engine recomputes all live requests."""
         self._steps.give_up()
         self._schedulers.reset()
 
     def _take_engine(self, info: EngineInfo) -> None:
-        """Go on with this engine: its limits and arguments, and the requests that fit it."""
-        # What is written down now may be meant for a later engine than one that is known.
+        """Change to this engine: its limits and arguments. Requests that do not fit it fail."""
+        # For a known engine the arguments on disk may be newer than those that it was loaded with.
         args = self.engine_args if self.recovery.knows(info) else self._read_args()
         limits = limits_of(info, args, self._log)
         for request in self._schedulers.requests:
@@ -404,7 +406,7 @@ class Replica:
     # ------------------------------------------------------------------ parts of a reload
 
     def _settle_reload(self, reload: Reload) -> None:
-        """An engine serves: the one that was ordered, or the one that was there before."""
+        """End a reload when an engine serves: the new one, or the old one after a failure."""
         if reload.reason:
             self._end_reload(reload.reason)
             return
@@ -432,14 +434,14 @@ class Replica:
         return self._schedulers.num_live
 
     def _fail_all_if_down(self) -> None:
-        """Nobody waits in vain for an engine."""
+        """Fail all live requests if no engine is expected."""
         if self.recovery.down_reason is not None:
             for request in self._schedulers.requests:
                 self._events.on_failed(request.group.key, self.recovery.unavailable)
 
 
 def _late_error(late: Late) -> LateRequestError:
-    """What a request is told that cannot be in time; if it never could be, no time to try again."""
+    """The error of a late request. It has no `retry_after_s` if it never could be in time."""
     request, needed_s, left_s = late
     can_be_in_time = needed_s <= request.expires_at - request.arrived_at
     return LateRequestError(

@@ -1,4 +1,4 @@
-"""The scheduler of the engine that is there, and what goes on with the next engine's.
+"""The schedulers of one replica, one for each engine.
 
 Owns the present scheduler, and the change to another one with all live requests. Must not know
 steps in flight, nor why an engine is replaced.
@@ -25,14 +25,14 @@ from charonia.protocol import EngineInfo
 
 
 class Schedulers:
-    """The schedulers of one replica, of one engine after the other.
+    """The present scheduler, and the state that outlives it.
 
     Args:
         scheduler_args, weight_of, cache_events, journal: see `make_scheduler`.
-        hash_secret: key of the hash of blocks, where an engine brings none; None draws one.
+        hash_secret: key of the block hashes; None draws one for each scheduler.
 
     Attributes:
-        present: that of the engine that is there, or was last; None before one, and after `drop`.
+        present: the scheduler of the present or last engine; None before one, and after `drop`.
     """
 
     def __init__(
@@ -55,46 +55,46 @@ class Schedulers:
 
     @property
     def requests(self) -> list[Request]:
-        """All samples that are live."""
+        """All live samples."""
         return [] if self.present is None else list(self.present.requests)
 
     @property
     def num_live(self) -> int:
-        """How many these are."""
+        """Number of live samples."""
         return 0 if self.present is None else self.present.num_live
 
     @property
     def num_running(self) -> int:
-        """Those that have a row of the engine."""
+        """Number of live samples that have a row of the engine."""
         return 0 if self.present is None else self.present.num_running
 
     @property
     def num_waiting(self) -> int:
-        """Those that wait for one."""
+        """Number of live samples that wait for a row."""
         return 0 if self.present is None else self.present.num_waiting
 
     def shed(self, shedding: LoadShedding) -> None:
-        """Have steps do without something from now on, on any engine."""
+        """Apply load shedding to steps from now on, on any engine."""
         self._shedding = shedding
         if self.present is not None:
             self.present.shedding = shedding
 
     def reset(self) -> None:
-        """Have the next engine compute all that is live anew."""
+        """Reset the scheduler, so that the next engine recomputes all live requests."""
         if self.present is not None:
             self.present.reset()
 
     def drop(self) -> None:
-        """Forget the present one and all that it has, without a look at it."""
+        """Discard the present scheduler with its requests, unread."""
         self.present = None
 
     def go_on_with(
         self, info: EngineInfo, args: EngineArgs, limits: Limits, *, is_like_before: bool
     ) -> None:
-        """Go on with an engine that all live requests fit.
+        """Change to an engine that fits all live requests.
 
         Args:
-            is_like_before: whether it has the arguments of the one before it.
+            is_like_before: whether it has the same arguments as the last one.
         """
         tiers = None if info.kept is None else Tiers(info.kept, self._stats)
         before = self.present

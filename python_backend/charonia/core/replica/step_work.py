@@ -1,6 +1,6 @@
-"""What the plans of an engine have it compute.
+"""Measures the work of an engine's plans.
 
-Owns a cursor per row, beside those of the scheduler and the engine, which plans alone do not show.
+Owns a cursor per row, because plans alone do not tell a row's position.
 """
 
 from charonia.protocol import StepPlan, StepResult
@@ -14,7 +14,7 @@ class WorkMeter:
         self._num_computed: dict[int, int] = {}  # by row
 
     def measure(self, plan: StepPlan) -> StepWork:
-        """What the next plan has the engine compute."""
+        """The work of the next plan."""
         computed = self._num_computed
         for join in plan.joins:
             computed[join.row] = join.num_computed
@@ -29,7 +29,7 @@ class WorkMeter:
         return StepWork(len(plan.rows), num_tokens, num_context, num_pairs)
 
     def note_result(self, plan: StepPlan, result: StepResult) -> None:
-        """Drafts that were accepted are computed, too."""
+        """Move the cursors by the accepted drafts."""
         for row, row_result in zip(plan.rows, result.rows, strict=True):
             if row.num_drafts:
                 self._num_computed[row.row] += len(row_result.token_ids) - 1

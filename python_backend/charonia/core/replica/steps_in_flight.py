@@ -1,7 +1,7 @@
-"""The steps that an engine computes: handed over, waited for in their order, and given up.
+"""The steps in flight: submitted to the engine, and collected in order.
 
-Owns how long a step takes, how long one is waited for, and when the one behind it is planned (see
-`plan_time`). Must not know requests, what becomes of a result, nor of an engine that has failed.
+Owns the times of steps, their timeouts, and when the next step is planned (see `plan_time`). Must
+not know requests, how results are used, nor how failures are handled.
 """
 
 from collections import deque
@@ -23,8 +23,8 @@ class _Submitted:
     """A step that the engine computes.
 
     Attributes:
-        num_tokens: drafts included. at: when it was handed over.
-        since: when no other was ahead of it any more; None before.
+        num_tokens: with drafts. at: when it was submitted.
+        since: when `wait` first waited for it as the oldest step; None before.
     """
 
     pending: Pending
@@ -37,7 +37,7 @@ class EndedStep(NamedTuple):
     """A step that has ended.
 
     Attributes:
-        num_tokens: that it computed, drafts included. ended_at: when that was known.
+        num_tokens: that it computed, with drafts. ended_at: when its result arrived.
     """
 
     result: StepResult
@@ -49,11 +49,11 @@ class StepsInFlight:
     """The steps of one engine.
 
     Args:
-        clock: seconds, monotonic.
-        min_deadline_s: no step is given up sooner.
+        clock: monotonic, in seconds.
+        min_deadline_s: least timeout of a step, in seconds.
 
     Attributes:
-        last_step_at: when a step with tokens was last known to have ended; None before the first.
+        last_step_at: when the result of a step with tokens last arrived; None before the first.
     """
 
     def __init__(
@@ -71,10 +71,10 @@ class StepsInFlight:
         self._steps: deque[_Submitted] = deque()
         self._step_seconds = CostCurve()
         self._plan_time = PlanTime()
-        self._plan_at = 0.0  # when to plan a step behind the only one in flight; 0 is at once
-        self._is_put_off = False  # whether that is later than it might be
+        self._plan_at = 0.0  # when to plan a second step; 0 is at once
+        self._is_put_off = False  # whether that is later than possible
         self._plan_began_at = 0.0
-        self._last_end = 0.0  # of a step, also of one without tokens
+        self._last_end = 0.0  # of any step, even without tokens
         self.last_step_at: float | None = None
 
     def __len__(self) -> int:
@@ -85,15 +85,15 @@ class StepsInFlight:
         return not self._steps or now >= self._plan_at
 
     def begin_plan(self, now: float) -> None:
-        """The next step is planned from now on."""
+        """Note that planning of the next step begins."""
         self._plan_at = 0.0
         self._plan_began_at = now
 
     def submit(self, plan: StepPlan) -> float | None:
-        """Have the engine compute a step that has been planned since `begin_plan`.
+        """Submit the step that was planned since `begin_plan`.
 
         Returns:
-            When the engine began with it; None where another one is ahead of it.
+            When the engine began it; None if another one is ahead of it.
         """
         began_at, submitted = self._plan_began_at, self._clock()
         num_tokens = sum(row.num_tokens + row.num_drafts for row in plan.rows)
@@ -107,13 +107,13 @@ class StepsInFlight:
         return submitted
 
     def wait(self, wait_s: float) -> EndedStep | None:
-        """Wait for the oldest step; None when it takes longer than `wait_s`.
+        """Wait for the oldest step; None if it takes longer than `wait_s` seconds.
 
-        It returns as well when it is time to plan the step behind it.
+        It also returns None when it is time to plan the next step.
 
         Raises:
             StepFailedError, EngineDiedError: as the engine says.
-            EngineHungError: the step takes far longer than it should.
+            EngineHungError: the step has timed out.
         """
         step = self._steps[0]
         now = self._clock()
@@ -131,10 +131,10 @@ class StepsInFlight:
         return self._take(step, result)
 
     def set_plan_time(self, began_at: float, *, may_plan_ahead: bool) -> None:
-        """Choose when to plan a step behind the one that has begun now, if it is the only one.
+        """Choose when to plan the next step, if only one is in flight, which began at `began_at`.
 
         Args:
-            may_plan_ahead: whether one may be planned while it is computed.
+            may_plan_ahead: whether a step may be planned while another one computes.
         """
         self._plan_at, self._is_put_off = 0.0, False
         if may_plan_ahead and len(self._steps) == 1:
@@ -146,21 +146,21 @@ class StepsInFlight:
                     self._plan_at, self._is_put_off = plan_at, True
 
     def give_up(self) -> None:
-        """Wait for none of them any more."""
+        """Discard all steps in flight."""
         self._steps.clear()
 
     def forget_times(self) -> None:
-        """What was learned of the times of steps was true of another engine."""
+        """Discard the learned times of steps, which were another engine's."""
         self._step_seconds, self._plan_time = CostCurve(), PlanTime()
 
     def _take(self, step: _Submitted, result: StepResult) -> EndedStep:
-        """The oldest step has ended: learn from when it did."""
+        """Remove the oldest step, which has ended, and learn from its times."""
         self._steps.popleft()
         ended_at = self._clock()
         if self._steps or self._plan_at:
             slack_s = ended_at - self._steps[0].at if self._steps else 0.0
             self._plan_time.note_slack(slack_s, is_put_off=self._is_put_off)
-        began_at = max(step.at, self._last_end)  # not before the one ahead of it has ended
+        began_at = max(step.at, self._last_end)  # the step ahead of it must have ended
         transit_s = max(0.0, ended_at - began_at - result.seconds)
         if began_at == step.at:
             self._plan_time.note_transit(transit_s)
@@ -173,6 +173,6 @@ class StepsInFlight:
         return EndedStep(result, step.num_tokens, ended_at)
 
     def _deadline_s(self, num_tokens: int) -> float:
-        """When to give a step up: far beyond what its tokens should take."""
+        """Timeout of a step in seconds: many times the predicted time of its tokens."""
         predicted = self._step_seconds.at_most(num_tokens)
         return max(self._min_deadline_s, DEADLINE_FACTOR * predicted)

@@ -1,27 +1,29 @@
-"""What may happen to an engine, and what follows: its states, events, and their one table.
+"""The state machine of an engine: states, events and the table of transitions.
 
-Owns that table. Must not know what is done in a state, nor when something happens.
+Owns that table. Must not know what is done in a state, nor when an event happens.
 
                  ┌────────────────────────────── FOUND ──────────────────────────────┐
                  ▼                                                                   │
-    STARTING ─FOUND─► SERVING ─DOUBTED─► CHECKING    asked what it is, after a failed step
+    STARTING ─FOUND─► SERVING ─DOUBTED─► CHECKING    connected to again, after a failed step
                         │                 │ LOST
                         ├─LOST──────► REPLACING ─FAILED─► DOWN ⟲ FAILED    back-off, requests fail
                         │                 ▲ LOST            ▲ FAILED
                         ├─UNLOADED──► UNLOADED ─OVERDUE─► MISSED           requests fail
                         │                 ▲ │ ORDERED
-                        └─ORDERED───► RELOADING ─FAILED─► RESTORING        the one before comes back
+                        └─ORDERED───► RELOADING ─FAILED─► RESTORING        reload the old engine
 
-    any ─STOPPED─► STOPPED     the server is shutting down; an engine that goes now is no loss
+    any ─STOPPED─► STOPPED     the server is shutting down; losing an engine is no failure now
 
-That is the gist; the table below is complete. At the start an engine may still be loading, so none
-counts as lost before Triton has called it loaded for seconds while nobody answered. One that is not
-loaded then is looked for and never loaded: another scheduler may be at it, or an operator.
+The diagram is a summary; the table below is complete. At the start an engine may still be loading.
+So it counts as lost only if Triton calls it loaded but it does not answer for some seconds. An
+engine that is not loaded at the start is looked for and never loaded: another scheduler or an
+operator may be loading it.
 
-An engine that dies while it is loaded may have been killed as the one before it was, so REPLACING
-and RESTORING STUMBLE once: it is loaded again at once, and requests wait on.
+An engine that dies while it is loaded may have been killed from outside, like the one before it. So
+REPLACING and RESTORING allow one STUMBLED: the engine is loaded again at once, and requests wait
+on.
 
-Whoever looks for an engine or loads it may be STUCK. Nobody waits for that any longer, but no other
+An attempt to find or load an engine may be STUCK. Requests then stop waiting for it, but no other
 attempt begins before it has ended.
 """
 
@@ -30,32 +32,32 @@ from enum import Enum, auto
 
 
 class State(Enum):
-    """What there is of an engine."""
+    """State of an engine."""
 
-    STARTING = auto()  # there was none yet; it is looked for
+    STARTING = auto()  # there was no engine yet; it is looked for
     SERVING = auto()  # steps run
-    CHECKING = auto()  # it is asked what it is
-    REPLACING = auto()  # it was lost; it is loaded anew
-    DOWN = auto()  # it could not be loaded, or was of no use; that is tried again
-    RELOADING = auto()  # an operator has ordered another one, which is loaded
-    RESTORING = auto()  # that one could not be loaded; the one before is loaded again
-    UNLOADED = auto()  # Triton has unloaded it; it is looked for
-    MISSED = auto()  # for so long that nobody waits any more
+    CHECKING = auto()  # the engine is connected to again
+    REPLACING = auto()  # the engine was lost; a new one is loaded
+    DOWN = auto()  # the engine could not be loaded or used; attempts go on
+    RELOADING = auto()  # an operator has ordered another engine; it is loaded
+    RESTORING = auto()  # that failed; the old engine is loaded again
+    UNLOADED = auto()  # Triton has unloaded the engine; it is looked for
+    MISSED = auto()  # as UNLOADED, for so long that requests no longer wait
     STOPPED = auto()  # the server is shutting down
 
 
 class Event(Enum):
-    """What happens to one."""
+    """An event in the life of an engine."""
 
-    FOUND = auto()  # the one that was looked for or loaded is there, and fits
-    LOST = auto()  # it died, hangs, or does not answer
-    STUMBLED = auto()  # it died while it was loaded, for once
-    FAILED = auto()  # it cannot be loaded, or is of no use
-    STUCK = auto()  # whoever looks for it or loads it does not come back
-    UNLOADED = auto()  # Triton says that none is loaded
-    DOUBTED = auto()  # a step failed, or what is known of the engine has become void
-    ORDERED = auto()  # an operator orders another one
-    OVERDUE = auto()  # it was waited for long enough
+    FOUND = auto()  # an engine was found or loaded, and can be used
+    LOST = auto()  # the engine died, hangs, or does not answer
+    STUMBLED = auto()  # the engine died while it was loaded, for the first time
+    FAILED = auto()  # the engine cannot be loaded or used
+    STUCK = auto()  # the attempt to find or load it does not end
+    UNLOADED = auto()  # Triton says that no engine is loaded
+    DOUBTED = auto()  # a step failed, or the state is uncertain
+    ORDERED = auto()  # an operator orders another engine
+    OVERDUE = auto()  # the wait for an unloaded engine has timed out
     STOPPED = auto()  # the server takes no more calls, or this process ends
 
 
@@ -115,7 +117,7 @@ TRANSITIONS: Mapping[State, Mapping[Event, State]] = {
     },
     State.UNLOADED: {
         Event.FOUND: State.SERVING,
-        Event.LOST: State.REPLACING,  # it was loaded again, and is no good
+        Event.LOST: State.REPLACING,  # it was loaded again, but does not answer
         Event.UNLOADED: State.UNLOADED,
         Event.FAILED: State.DOWN,
         Event.DOUBTED: State.UNLOADED,
@@ -137,18 +139,18 @@ TRANSITIONS: Mapping[State, Mapping[Event, State]] = {
         Event.STOPPED: State.STOPPED,
     },
 }
-"""The state that follows when something happens in one. What is not here cannot happen."""
+"""The next state, by state and event. Events that are missing cannot happen."""
 
 
 class IllegalTransitionError(RuntimeError):
-    """Something happened that cannot, by the table: a bug of ours."""
+    """An event that the table does not allow in this state: a bug of ours."""
 
 
 def next_state(state: State, happened: Event) -> State:
-    """What the table says.
+    """The next state, by the table.
 
     Raises:
-        IllegalTransitionError: it says nothing of that.
+        IllegalTransitionError: the event cannot happen in this state.
     """
     try:
         return TRANSITIONS[state][happened]

@@ -1,1 +1,1 @@
-"""What clients write and read: the tables of tensors and parameters, and others' conventions."""
+"""The interface of clients: tables of tensors and parameters, and conventions of other servers."""

@@ -1,9 +1,10 @@
-"""How a proxy's clients speak, and what their requests are to the scheduler.
+"""Conventions: translations between a proxy's clients and the scheduler.
 
-Owns the seam between a proxy and a convention, and the plain one, which is the scheduler's own.
-Must not know connections or senders.
+Owns the interface between a proxy and a convention, and the plain convention, which is the
+scheduler's own. Must not know connections or senders.
 
-One request of a client may be several to the scheduler: parts, whose answers go to the same client.
+A client's request may become several requests to the scheduler. These are its parts; their answers
+go to the same client.
 """
 
 from collections.abc import Sequence
@@ -14,34 +15,34 @@ from charonia.serving.requests.raw_request import Outputs, RawRequest
 
 
 class Part(Protocol):
-    """What the scheduler's answers to a request mean to the client.
+    """Translates the scheduler's answers to one part.
 
-    It does not hold the request, which may be large and has gone by then.
+    It must not hold the request, which may be large.
     """
 
     def answer(self, outputs: Outputs) -> Outputs | None:
-        """What the client gets for these outputs of the scheduler; None for nothing."""
+        """The client's outputs for these outputs of the scheduler; None sends nothing."""
         ...
 
     def failure(self, error: CharoniaError) -> CharoniaError | None:
-        """What the client gets for an error; None for an answer that just ends."""
+        """The client's error for an error of the scheduler; None ends the answer without one."""
         ...
 
 
 class Convention(Protocol):
-    """How clients speak to one proxy."""
+    """Translates the requests of one proxy's clients."""
 
     def split(self, raw: RawRequest) -> Sequence[tuple[RawRequest, Part]]:
-        """The parts of a client's request, one at least, as requests of the scheduler.
+        """Split a client's request into parts, at least one, as requests to the scheduler.
 
         Raises:
-            CharoniaError: it is refused as a whole.
+            CharoniaError: the whole request is refused.
         """
         ...
 
 
 class _Whole:
-    """A request that goes on as it came, as do its answers."""
+    """A request that is passed on unchanged, like its answers."""
 
     def answer(self, outputs: Outputs) -> Outputs:
         return outputs
@@ -61,7 +62,7 @@ class PlainConvention:
         self._is_decoupled = is_decoupled
 
     def split(self, raw: RawRequest) -> Sequence[tuple[RawRequest, Part]]:
-        """Raises InvalidRequestError: a stream cannot be had."""
+        """Raises InvalidRequestError: it asks for a stream, and the model is not decoupled."""
         if not self._is_decoupled and "stream" in raw.tensors:
             raise InvalidRequestError("this model cannot stream: it is not decoupled")
         return [(raw, _Whole())]

@@ -1,12 +1,12 @@
-"""The tensors of the models in one table: name, type, dimensions, what it means.
+"""The tensors of the models in one table: name, type, dimensions and meaning.
 
-Everything that says it again follows from here. `make interface` writes the tensors of the
+All other lists of them are made from this one. `make interface` writes the tensors of the
 config.pbtxt files and the tables of model_repository/README.md
 (`launch/commands/interface_files.py`), `raw_request` takes the types from here, `schema` the flags,
 and tests hold the client against it. Must not know values.
 
-To add an output: a line in `OUTPUTS`, a property of `responses.Answer` with its name that says what
-it is in a response, and `make interface`.
+To add an output, add a line to `OUTPUTS` and a property of its name to `responses.Answer`, and run
+`make interface`.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -32,7 +32,7 @@ class Tensor:
     """An input or output.
 
     Attributes:
-        dims: -1 is any size. meaning: for people, in Markdown.
+        dims: -1 is any size. meaning: description in Markdown.
     """
 
     name: str
@@ -43,10 +43,10 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Output(Tensor):
-    """What a client can get.
+    """An output that a client can get.
 
     Attributes:
-        flag: the input that asks for it; None where it comes unasked, or sampling asks for it.
+        flag: the input that asks for it; None if it is always sent or a parameter asks for it.
     """
 
     flag: str | None = None
@@ -54,7 +54,7 @@ class Output(Tensor):
 
 @dataclass(frozen=True)
 class ModelTensors:
-    """What one model takes and gives. All inputs are optional to Triton."""
+    """The inputs and outputs of one model. All inputs are optional to Triton."""
 
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
@@ -65,30 +65,30 @@ OUTPUTS = (
         "text_output",
         "STRING",
         ANY,
-        "of each of the `n` samples, in order, the text; streaming: the new one, which may be empty"
-        " where there are several",
+        "the text of each of the `n` samples, in order; in a stream the new text, maybe empty"
+        " if `n` is above 1",
     ),
     Output(
         "finish_reason",
         "STRING",
         ANY,
-        'of each sample: "None" until its end, then "stop", "length" or "cancelled"',
+        'for each sample: "None" until its end, then "stop", "length" or "cancelled"',
         "return_finish_reason",
     ),
     Output(
         "cumulative_logprob",
         "FP32",
         ANY,
-        "of each sample: of all its tokens so far",
+        "for each sample: sum over all its tokens so far",
         "return_cumulative_logprob",
     ),
     Output(
         "logprobs",
         "STRING",
         ANY,
-        "of each sample, JSON: for each new token"
+        "for each sample, JSON: for each new token"
         ' `{"<id>": {"logprob": x, "rank": r, "decoded_token": s}, …}`,'
-        " the sampled one first, and `x` is `null` where it is no finite number; `null` when"
+        " the sampled one first; `x` is `null` if it is not a finite number; `null` if"
         " sampling did not ask for them",
         "return_logprobs",
     ),
@@ -97,72 +97,72 @@ OUTPUTS = (
         "STRING",
         ONE,
         "JSON like `logprobs`, for the tokens of the prompt, `null` for the first; in the first"
-        " response, when the sampling parameter of this name asks for them",
+        " response, if the sampling parameter of this name asks for them",
     ),
-    Output("num_input_tokens", "UINT32", ONE, "of the prompt", "return_num_input_tokens"),
+    Output("num_input_tokens", "UINT32", ONE, "tokens of the prompt", "return_num_input_tokens"),
     Output(
         "num_output_tokens",
         "UINT32",
         ANY,
-        "of each sample, in this response",
+        "tokens of each sample in this response",
         "return_num_output_tokens",
     ),
     Output(
         "output_ids",
         "INT32",
         ANY,
-        "the new tokens, those of one sample behind those of the one before it:"
-        " `num_output_tokens` tells where it ends",
+        "the new tokens of all samples, one sample after the other;"
+        " `num_output_tokens` has their numbers",
         "return_token_ids",
     ),
     Output(
         "timing",
         "STRING",
         ONE,
-        "JSON, in the last response: seconds in the queue, to the first token, in all; counts of"
-        " tokens, preemptions and restarts survived; what drafts were worth, and whose answer it"
-        " was (`cached`), see below",
+        "JSON, in the last response: seconds in the queue, to the first token, in all; numbers of"
+        " tokens, preemptions and engine restarts; use of drafts; whether the answer was cached"
+        " (`cached`), see below",
         "return_timing",
     ),
 )
 FLAGS: Mapping[str, str] = {one.flag: one.name for one in OUTPUTS if one.flag is not None}
-"""Input that asks for an output, and that output."""
+"""Flags (inputs that ask for an output), each with its output."""
 
 INPUTS = (
     Tensor(
         "text_input",
         "STRING",
         ONE,
-        "the prompt, at most 16 MiB, and at most what `max_model_len` tokens can be, see below",
+        "the prompt, at most 16 MiB and at most `max_model_len` tokens, see below",
     ),
     Tensor(INPUT_IDS, "INT32", ANY, "the prompt as token ids, instead of `text_input`"),
     Tensor(
         DRAFT_IDS,
         "INT32",
         ANY,
-        "a guess at the first tokens of the answer, which the model verifies: what is right of it"
-        " costs less, and no token changes. Needs `speculative_config`",
+        "a guess at the first tokens of the answer, which the model verifies: right tokens cost"
+        " less, and no token changes. Needs `speculative_config`",
     ),
     Tensor(
         "stream",
         "BOOL",
         ONE,
-        "one response per new text; default one response in all. Not on `generate`",
+        "one response per new text; by default one response in all. Not on `generate`",
     ),
     Tensor("sampling_parameters", "STRING", ONE, "a JSON object, at most 1 MiB"),
     Tensor(
         "exclude_input_in_output",
         "BOOL",
         ONE,
-        "without it the prompt is prepended, but never in a stream, where `false` is an error",
+        "by default the prompt is prepended, but never in a stream, where `false` is an error",
     ),
     *(Tensor(flag, "BOOL", ONE, f"adds the output `{name}`") for flag, name in FLAGS.items()),
     Tensor(
         "return_cancelled_output",
         "BOOL",
         ONE,
-        "an answer in one piece that `cancel` ends has what there is of it, with `finish_reason`"
-        ' "cancelled", where it would be an error; no effect on streams',
+        "without a stream, a cancelled request returns its output so far, with `finish_reason`"
+        ' "cancelled", instead of an error; no effect on streams',
     ),
     Tensor(
         "cancel",
@@ -174,10 +174,10 @@ INPUTS = (
         CANCEL_SAMPLES,
         "INT32",
         ANY,
-        "with `cancel`: only these of the `n` samples, by their indexes from 0 on",
+        "with `cancel`: cancel only these of the `n` samples, by index from 0",
     ),
 )
-"""What clients give."""
+"""The inputs of clients."""
 
 _PROBE = Tensor("probe", "BOOL", ONE)
 _BETWEEN = (Tensor(REQUEST_KEY, "STRING", ANY), Tensor(PROMPT_TEXT, "STRING", ANY))
@@ -201,13 +201,13 @@ MODELS: Mapping[str, ModelTensors] = {
         OUTPUTS,
     ),
 }
-"""`probe` asks how the scheduler and its engine are, see `probing`; `request_key` and
-`prompt_text` are said between models, never by clients, see `schema`."""
+"""The tensors of each model. `probe` asks for the state of the scheduler and its engine, see
+`probing`. `request_key` and `prompt_text` are exchanged between models only, see `schema`."""
 
 
 @dataclass(frozen=True)
 class EnsembleStep:
-    """A step of `llm`: the ensemble's name of each of its tensors, by the model's own."""
+    """A step of `llm`: maps each tensor name of the model to the ensemble's name."""
 
     model: str
     inputs: Mapping[str, str]
@@ -217,8 +217,8 @@ class EnsembleStep:
 def ensemble_steps() -> Iterator[EnsembleStep]:
     """The steps of `llm`.
 
-    What `tokenizer` makes is called `ids`, `key` and `prompt_text` between the steps, a chunk's
-    outputs have a prefix, and all else keeps its name. `scheduler` gets ids instead of text there.
+    Between the steps, the outputs of `tokenizer` are called `ids`, `key` and `prompt_text`, and
+    those of a chunk have a prefix. All other names are kept. `scheduler` gets ids instead of text.
     """
     between = {INPUT_IDS: "ids", REQUEST_KEY: "key"}
     chunk = {one.name: CHUNK_PREFIX + one.name for one in OUTPUTS}

@@ -1,7 +1,7 @@
-"""Sampling parameters as clients write them: numbers and booleans may be strings.
+"""Parses sampling parameters as clients write them: numbers and booleans may be strings.
 
-Owns names, coercion, and which names Triton itself adds. Must not know tensors; ranges are
-checked by `SamplingParams`.
+Owns the names, type coercion, and the names that Triton adds. Must not know tensors;
+`SamplingParams` checks the ranges.
 """
 
 import contextlib
@@ -29,12 +29,12 @@ _NOT_OURS_PREFIX = "sequence_"
 def parse_sampling_params(
     values: Mapping[str, Any], defaults: SamplingDefaults = NO_DEFAULTS
 ) -> SamplingParams:
-    """Coerce and check; null is the default, and names that Triton adds are passed over.
+    """Coerce and check parameters. Null is the default; names that Triton adds are ignored.
 
-    So are parameters of beam search that ask for none, such as `use_beam_search` false.
+    Parameters of beam search that turn it off, such as `use_beam_search` false, are ignored, too.
 
     Args:
-        defaults: of the model that is served; else those of `SamplingParams`.
+        defaults: of the present model, before those of `SamplingParams`.
 
     Raises:
         InvalidRequestError: an unknown name, or a value of the wrong type or out of range.
@@ -58,18 +58,18 @@ def parse_sampling_params(
 
 
 OF_REQUESTS = ("tenant", "priority", "deadline_ms")
-"""Sampling parameters that say nothing of sampling: they count among a request's own, too."""
+"""Parameters of scheduling: the request's own parameters may have them, too."""
 
 
 def without_headers(
     parameters: Mapping[str, Any], is_forwarded: Callable[[str], bool]
 ) -> dict[str, Any]:
-    """A request's own parameters, without those that Triton made of headers.
+    """A request's own parameters, without those that are forwarded headers.
 
-    A header may have a parameter's name: `priority` is one of HTTP's (RFC 9218), and no number.
+    A header may have the name of a parameter: HTTP's `priority` (RFC 9218) is not a number.
 
     Args:
-        is_forwarded: whether Triton makes a parameter of a header with such a name.
+        is_forwarded: whether Triton forwards a header of this name as a parameter.
     """
     return {
         name: value
@@ -79,12 +79,12 @@ def without_headers(
 
 
 def tenant_of_header(parameters: Mapping[str, Any], header: str) -> str:
-    """Whose a request is, as a header says, of which Triton made a parameter; "" without one.
+    """The tenant in a header, which Triton forwards as a parameter; "" without one.
 
-    Over gRPC headers have names in lower case; over HTTP they keep theirs.
+    gRPC turns the names of headers into lower case; HTTP keeps them.
 
     Raises:
-        InvalidRequestError: the header is there twice, so that it is not known which to trust.
+        InvalidRequestError: the header is given twice, so it is ambiguous.
     """
     values = [value for name, value in parameters.items() if name.lower() == header.lower()]
     if len(values) > 1:
@@ -211,7 +211,7 @@ def _cache_range(name: str, value: Any) -> CacheRange:
 
 
 def _json_value(name: str, value: Any, accepted: str) -> Any:
-    """Read JSON in a string: the request's own parameters can be no lists or objects."""
+    """Parse JSON in a string: the request's own parameters cannot be lists or objects."""
     if not isinstance(value, str):
         return value
     try:

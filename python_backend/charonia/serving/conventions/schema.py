@@ -1,17 +1,17 @@
-"""What a request of the vLLM convention asks for.
+"""Parses requests of the vLLM convention.
 
 Owns the meaning of the public tensors (model_repository/README.md). Must not know senders, threads
 or the engine.
 
-Which tensors there are says `interface`. Beside the public inputs there are `probe`, see `probing`,
-and two internal ones, for callers that are models themselves::
+`interface` lists the tensors. Beside the public inputs there are `probe`, see `probing`, and two
+internal ones, for callers that are models themselves::
 
-    request_key   STRING [-1]  the name that `tokenizer` gave the request, sealed: every response
-                               carries the name, and its own number, as the output `request_key`,
-                               if that is asked for
-    prompt_text   STRING [-1]  with `input_ids`: the text that they came from, for the echo
+    request_key   STRING [-1]  the sealed name that `tokenizer` gave the request. Every response
+                               carries the name and its own number as the output `request_key`, if
+                               that is asked for
+    prompt_text   STRING [-1]  with `input_ids`: the text of the prompt, for the echo
 
-Neither is taken from anybody else, see `request_key`.
+Both are accepted from `tokenizer` only, see `request_key`.
 """
 
 import json
@@ -53,12 +53,12 @@ _MAX_KEY_BYTES = 128
 
 @dataclass(frozen=True)
 class PromptLimits:
-    """How long a prompt may be; what is longer is refused by its size, unread.
+    """Limits of a prompt's length. Longer ones are refused before they are decoded.
 
-    The defaults are far beyond what anybody needs, and bound what one request can take.
+    The defaults are far beyond any real use; they bound the memory of one request.
 
     Attributes:
-        is_by_vocabulary: no prompt of `max_ids` tokens has more than `max_bytes`.
+        is_by_vocabulary: whether `max_bytes` follows from `max_ids` and the vocabulary.
     """
 
     max_ids: int = 2**22
@@ -67,10 +67,10 @@ class PromptLimits:
 
     @classmethod
     def of(cls, max_ids: int, max_bytes_per_token: int | None) -> "PromptLimits":
-        """For prompts of so many tokens.
+        """Limits for prompts of at most `max_ids` tokens.
 
         Args:
-            max_bytes_per_token: of the tokenizer; None where a text of few tokens may be long.
+            max_bytes_per_token: of the tokenizer; None if a token may have any number of bytes.
         """
         most_ids = min(max_ids, cls.max_ids)
         if max_bytes_per_token is None or max_ids * max_bytes_per_token > cls.max_bytes:
@@ -78,7 +78,7 @@ class PromptLimits:
         return cls(most_ids, max_ids * max_bytes_per_token, is_by_vocabulary=True)
 
     def check_bytes(self, name: str, num_bytes: int) -> None:
-        """Raises PromptTooLongError."""
+        """Raises PromptTooLongError: more than `max_bytes`."""
         if num_bytes > self.max_bytes:
             why = f"; a prompt of {self.max_ids} tokens, the longest, has no more"
             raise PromptTooLongError(
@@ -87,7 +87,7 @@ class PromptLimits:
             )
 
     def check_ids(self, num_ids: int) -> None:
-        """Raises PromptTooLongError."""
+        """Raises PromptTooLongError: more than `max_ids`."""
         if num_ids > self.max_ids:
             known = self.max_ids < PromptLimits.max_ids
             length = self.max_ids + 1
@@ -99,14 +99,14 @@ class PromptLimits:
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """What the responses of one request carry.
+    """Options of the responses to one request.
 
     Attributes:
-        is_streaming: one response per new text, else one in all.
-        has_echo: the prompt is prepended (never when streaming).
-        names: outputs to give.
-        has_key: the name of the request is on every response, for who reports them.
-        keeps_cancelled: a whole answer that is cancelled has what there is of it.
+        is_streaming: one response per new text; else one response in all.
+        has_echo: whether the prompt is prepended (never in a stream).
+        names: the outputs of the responses.
+        has_key: whether each response carries the request's name, for reports.
+        keeps_cancelled: whether a cancelled answer that is not a stream returns its output so far.
     """
 
     is_streaming: bool
@@ -117,10 +117,10 @@ class OutputOptions:
 
 
 class TimeLimit(NamedTuple):
-    """How long a request may wait.
+    """A timeout of a request.
 
     Attributes:
-        is_until_start: whether its `timeout` says so; else its `deadline_ms`.
+        is_until_start: whether it is its `timeout`; else its `deadline_ms`.
     """
 
     seconds: float
@@ -132,9 +132,10 @@ class GenerateCall:
     """A request for text. Exactly one of `text` and `prompt_ids` is set.
 
     Attributes:
-        prompt_text: what the ids were made from. draft_ids: the client's guess at the answer.
-        num_bytes: of the request as it came.
-        arrived_at: when it came to `tokenizer`, on the monotonic clock; None where it did not.
+        prompt_text: text of the ids. draft_ids: the client's guess at the answer.
+        num_bytes: of the request, as received.
+        arrived_at: arrival at `tokenizer`, on the monotonic clock; None if it did not come from
+            there.
     """
 
     key: str
@@ -151,12 +152,12 @@ class GenerateCall:
 
     @property
     def time_limit(self) -> TimeLimit | None:
-        """For how long it may wait before it starts."""
+        """The shorter of its timeouts before its start; None without any."""
         return _shortest(self.timeout_s, self.params)
 
     @property
     def wants_cumulative_logprob(self) -> bool:
-        """Whether log-probabilities must be counted."""
+        """Whether log-probabilities must be summed."""
         return "cumulative_logprob" in self.options.names
 
 
@@ -165,7 +166,7 @@ class CancelCall:
     """Cancels all requests of this id and tenant.
 
     Attributes:
-        samples: only these of each, by their indexes; None is all of it.
+        samples: indexes of the samples to cancel; None is the whole request.
     """
 
     request_id: str
@@ -175,10 +176,10 @@ class CancelCall:
 
 @dataclass(frozen=True)
 class ProbeCall:
-    """Asks how the scheduler and its engine are, see `probing`.
+    """Asks for the state of the scheduler and its engine, see `probing`.
 
     Attributes:
-        wants_text: whether the answer is to be sent, and not only an empty response.
+        wants_text: whether to send the answer; else the response is empty.
     """
 
     wants_text: bool
@@ -197,17 +198,17 @@ def parse(
     is_forwarded: Callable[[str], bool] = lambda name: False,
     tenant_header: str | None = None,
 ) -> Call:
-    """Say what a request asks for.
+    """Parse a request.
 
     Args:
-        relayed_key: names a request that `relay` brought; only its caller gets to see it.
-        sealer: of the names that are taken from `tokenizer`.
+        relayed_key: key of a request from `relay`; only its sender sees it.
+        sealer: checks the names that `tokenizer` gives.
         defaults: of sampling parameters. is_forwarded: see `without_headers`.
-        tenant_header: which alone says whose a request is; None where the request itself does.
+        tenant_header: header that holds the tenant; None trusts the request's own `tenant`.
 
     Raises:
-        InvalidRequestError: it is malformed; the text names the tensor or parameter.
-        PromptTooLongError: by its size.
+        InvalidRequestError: it is malformed; the message names the tensor or parameter.
+        PromptTooLongError: the prompt is too long.
         NotSupportedError: it asks for something that charonia does not do.
     """
     tenant = None if tenant_header is None else tenant_of_header(raw.parameters, tenant_header)
@@ -252,10 +253,10 @@ def parse(
 
 
 def read_time_limit(raw: RawRequest) -> TimeLimit | None:
-    """For how long a request may wait before it starts.
+    """The shorter of a request's timeouts before its start; None without any.
 
     Raises:
-        InvalidRequestError: as `parse`, of its times.
+        InvalidRequestError: a timeout is malformed.
     """
     deadline_ms = _sampling_values(raw).get("deadline_ms")
     return _shortest(_timeout_s(raw), parse_sampling_params({"deadline_ms": deadline_ms}))
@@ -264,10 +265,10 @@ def read_time_limit(raw: RawRequest) -> TimeLimit | None:
 def read_prompt(
     tensors: Mapping[str, Array], limits: PromptLimits
 ) -> tuple[str | None, Array | None]:
-    """The prompt: a text or token ids, one of the two.
+    """The prompt: either a text or token ids.
 
     Raises:
-        InvalidRequestError: both, none, or an empty one. PromptTooLongError: by its size.
+        InvalidRequestError: both, none, or an empty one. PromptTooLongError: it is too long.
     """
     text = read_text(tensors, "text_input", limits.check_bytes)
     ids = tensors.get(INPUT_IDS)
@@ -284,9 +285,9 @@ def read_prompt(
 
 
 def _read_draft_ids(raw: RawRequest, params: SamplingParams, limits: PromptLimits) -> Array | None:
-    """The client's guess at the answer; None where there is none."""
+    """The client's guess at the answer; None without one."""
     ids = raw.tensors.get(DRAFT_IDS)
-    if ids is None or not ids.size:  # in an ensemble an empty tensor says so
+    if ids is None or not ids.size:  # an ensemble sends an empty tensor for none
         return None
     _check_ids(DRAFT_IDS, ids)
     if ids.size > limits.max_ids:
@@ -299,7 +300,7 @@ def _read_draft_ids(raw: RawRequest, params: SamplingParams, limits: PromptLimit
 
 
 def _read_samples(tensors: Mapping[str, Array]) -> frozenset[int] | None:
-    """The indexes of the samples that are to be cancelled; None where all are."""
+    """Indexes of the samples to cancel; None is all."""
     indexes = tensors.get(CANCEL_SAMPLES)
     if indexes is None:
         return None
@@ -327,13 +328,13 @@ def _check_ids(name: str, ids: Array) -> None:
 def read_text(
     tensors: Mapping[str, Array], name: str, check_bytes: Callable[[str, int], None]
 ) -> str | None:
-    """A STRING [1] input as text; None where it did not come.
+    """A STRING [1] input as text; None if it is absent.
 
     Args:
-        check_bytes: raises for a name and a number of bytes that are too many.
+        check_bytes: raises if the input of this name has too many bytes.
 
     Raises:
-        InvalidRequestError: another shape or type, or not UTF-8.
+        InvalidRequestError: it has another shape or type, or is not UTF-8.
     """
     array = tensors.get(name)
     if array is None:
@@ -362,10 +363,10 @@ def decoded(name: str, value: bytes | str) -> str:
 
 
 def read_flag(tensors: Mapping[str, Array], name: str) -> bool | None:
-    """A BOOL [1] input; None where it did not come.
+    """A BOOL [1] input; None if it is absent.
 
     Raises:
-        InvalidRequestError: another shape or type.
+        InvalidRequestError: it has another shape or type.
     """
     array = tensors.get(name)
     if array is None:
@@ -380,9 +381,9 @@ def _one_element(name: str, kind: str, array: Array) -> str:
 
 
 def _sampling_values(raw: RawRequest) -> Mapping[str, Any]:
-    """The tensor's JSON object where there is one, else the request's own parameters.
+    """The JSON object of the tensor, or else the request's own parameters.
 
-    Whose the request is, and when it is to be served, counts in either place.
+    The parameters of `OF_REQUESTS` count in both places.
     """
     text = read_text(raw.tensors, "sampling_parameters", partial(_check_bytes, MAX_SAMPLING_BYTES))
     if text is None:
@@ -409,7 +410,7 @@ def _shortest(timeout_s: float | None, params: SamplingParams) -> TimeLimit | No
 
 def _timeout_s(raw: RawRequest) -> float | None:
     own_us = raw.timeout_us
-    if own_us >= 2**63:  # a negative one, which Triton casts to an unsigned integer
+    if own_us >= 2**63:  # Triton casts a negative one to unsigned
         own_us -= 2**64
     limits_us = [parse_timeout(own_us), parse_timeout(raw.parameters.get("timeout", 0))]
     return min((limit / 1e6 for limit in limits_us if limit), default=None)
@@ -425,9 +426,9 @@ def _check_bytes(max_bytes: int, name: str, num_bytes: int) -> None:
 def _read_internal(
     tensors: Mapping[str, Array], ids: Array | None, limits: PromptLimits, sealer: Sealer
 ) -> tuple[str | None, str | None]:
-    """The name and the text that `tokenizer` put beside the ids, if they came from there.
+    """The name and the text that `tokenizer` sent with the ids, if it did.
 
-    In an ensemble an empty tensor says that there is none.
+    An ensemble sends an empty tensor for none.
     """
     given = {name: one for name, one in tensors.items() if one.size}
     key = read_text(given, REQUEST_KEY, partial(_check_bytes, _MAX_KEY_BYTES))

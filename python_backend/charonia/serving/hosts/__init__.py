@@ -1,1 +1,1 @@
-"""One module for each of Triton's models: what its process does with requests."""
+"""One module for each Triton model: how its process handles requests."""

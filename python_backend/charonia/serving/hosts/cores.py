@@ -1,7 +1,7 @@
-"""The engine's cores, when all other processes of the server have fewer.
+"""The CPU cores that are reserved for the engine.
 
-Owns the environment variable by which the launcher names them (see `launch/server/cores.py`). Must
-not know who chose them.
+Owns the environment variable in which the launcher lists them (see `launch/server/cores.py`). Must
+not know how they were chosen.
 """
 
 import os
@@ -10,10 +10,10 @@ VARIABLE = "CHARONIA_ENGINE_CORES"
 
 
 def take_engine_cores() -> None:
-    """Let the calling thread, and those that it starts, run on the cores that are named.
+    """Let this thread, and threads that it starts, run on the reserved cores.
 
     Raises:
-        ValueError: the variable is no list of numbers. OSError: this machine has no such core.
+        ValueError: the variable is not a list of numbers. OSError: this machine has no such core.
     """
     cores = os.environ.get(VARIABLE)
     if cores:
@@ -21,5 +21,5 @@ def take_engine_cores() -> None:
 
 
 def has_core_to_itself() -> bool:
-    """Whether the others keep off the first of this process's cores."""
+    """Whether the first of this process's cores is reserved for it."""
     return bool(os.environ.get(VARIABLE))

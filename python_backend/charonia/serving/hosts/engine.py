@@ -1,11 +1,11 @@
-"""The engine model's side: takes plans from the scheduler alone and has a Runner execute them.
+"""The engine model: takes plans from the scheduler and has a Runner execute them.
 
-Owns who is answered and what becomes of an exception. Must not know what is in a plan, nor
-torch: the runner is made by a function that is passed in.
+Owns the answers, and how exceptions become answers. Must not know the contents of a plan, nor
+torch: a function that is passed in makes the runner.
 
-Everything goes through the socket, which only processes of the same user can open. `engine` is a
-model of a public server, too; but its input is larger than anybody can send, so Triton refuses
-each request before it gets into this process (config.pbtxt).
+All messages go through a socket that only processes of the same user can open. Clients can address
+the model `engine`, too, but its config.pbtxt declares an input that is larger than any request, so
+Triton refuses each one.
 """
 
 import os
@@ -43,28 +43,28 @@ from charonia.supervision.models.engine_repair import is_reload
 
 MODEL_FILE = "model.json"
 _SPIN_S = 1e-3
-"""How long the engine looks for the next step where that takes nobody's core: about twice what lies
-between two steps of a busy engine."""
+"""How long an engine with a core of its own spins for the next step, in seconds: about twice the
+gap between two steps of a busy engine."""
 _ENDING_TIMEOUT_S = 20.0
-"""How long a plan that resets waits for earlier steps: less than the scheduler waits for it."""
+"""How long a reset waits for earlier steps, in seconds; less than the scheduler's timeout."""
 NOT_ENDED = "steps that began earlier have not ended"
 
 
 class _OpenSteps:
-    """How many steps have begun and not ended, under whatever connection."""
+    """Counts the steps in progress, of all connections."""
 
     def __init__(self) -> None:
         self._num = 0
         self._changed = threading.Condition()
 
     def change(self, num: int) -> None:
-        """So many more have begun, or, below 0, ended."""
+        """Count steps that have begun or, with a negative number, ended."""
         with self._changed:
             self._num += num
             self._changed.notify_all()
 
     def wait_for_none(self, timeout: float) -> bool:
-        """Wait until all have ended; False when they do not within `timeout` seconds."""
+        """Wait until all have ended; False if they do not within `timeout` seconds."""
         with self._changed:
             return self._changed.wait_for(lambda: self._num == 0, timeout)
 
@@ -72,17 +72,17 @@ class _OpenSteps:
 class EngineHost:
     """One engine behind Triton.
 
-    A change of model.json that a server did not live to finish is undone first, see `reload`.
+    A reload that the last server did not finish is undone first, see `reload`.
 
     Args:
         make_runner: loads the engine.
-        version_dir: the model's version directory, with model.json; the socket lies beside it.
+        version_dir: the model's version directory, with model.json and the socket.
         instance_kind: Triton's, e.g. "MODEL". log: takes one line.
 
     Raises:
         ConfigError, CheckpointError: the engine cannot be loaded as configured.
-        UnavailableError: an engine that is loaded again cannot be, for any other reason; clients
-            are told that it is one of its kind, the log has the rest.
+        UnavailableError: a reload failed for any other reason. Clients see only its type; the log
+            has the details.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class EngineHost:
         self._server: Server | None = None
         self._one_step_at_a_time = threading.Lock()
         self._open_steps = _OpenSteps()
-        self._is_pipelined = False  # whether a step may begin before the one ahead of it has ended
+        self._is_pipelined = False  # whether steps may overlap
         if not is_reload(version_dir) and restore(version_dir / MODEL_FILE):
             log(event("engine_reload_undone"))
         try:
@@ -115,10 +115,10 @@ class EngineHost:
             raise UnavailableError(type(error).__name__) from None
 
     def serve_steps(self) -> None:
-        """Answer the scheduler's messages through the socket, from now until `finalize`.
+        """Answer the scheduler's messages through the socket until `finalize`.
 
         Raises:
-            ConfigError: the model's directory takes no socket.
+            ConfigError: the socket cannot be made in the model's directory.
         """
         self._is_pipelined = self._runner.info().num_stages > 1
         path = self._version_dir / STEPS_SOCKET
@@ -142,7 +142,7 @@ class EngineHost:
         answer(connection, self._begin_answer, spin=_SPIN_S if has_core_to_itself() else 0.0)
 
     def _begin_answer(self, data: bytes) -> Answer | None:
-        """Begin to answer a message of the socket; None for what is none."""
+        """Begin to answer a message; None if it cannot be decoded."""
         try:
             message = decode_request(data)
         except msgspec.DecodeError as error:
@@ -156,7 +156,7 @@ class EngineHost:
             return lambda: info
         assert isinstance(message, StepPlan)
         with self._one_step_at_a_time:
-            # A step of a connection that has ended still does, and would write into new rows.
+            # Steps of a closed connection may still run, and would write into the new rows.
             if message.reset and not self._open_steps.wait_for_none(_ENDING_TIMEOUT_S):
                 self._log(event("step_failed", reason=NOT_ENDED))
                 failure = encode(StepFailure(NOT_ENDED))
@@ -168,7 +168,7 @@ class EngineHost:
         return lambda: reply
 
     def _begin_step(self, plan: StepPlan) -> Callable[[], EngineReply]:
-        """Begin a step; whatever it raises, now or at its end, becomes its result."""
+        """Begin a step. An exception, now or at its end, becomes its result."""
         try:
             end = self._runner.begin(plan)
         except Exception as error:
@@ -187,9 +187,9 @@ class EngineHost:
         return end_or_fail
 
     def _failure(self, error: Exception) -> StepFailure:
-        """Log why a step failed, and say it."""
+        """Log the failure of a step and make its answer."""
         if isinstance(error, PlanRefusedError):
-            # An answer and no end of the connection, which would look like a dead engine.
+            # An answer, because a closed connection would look like a dead engine.
             self._log(f"refused: {error}")
             return StepFailure(f"the plan was refused: {error}")
         self._log(event("step_failed", reason=f"{type(error).__name__}: {error}"))
@@ -198,7 +198,7 @@ class EngineHost:
 
 
 def end_process(reason: str) -> None:
-    """End the engine that has lost a rank, at once: the scheduler notices, and has it loaded anew.
+    """Kill this engine at once, because it has lost a rank. The scheduler loads a new one.
 
     The ranks that it started end with it.
     """
@@ -206,15 +206,15 @@ def end_process(reason: str) -> None:
 
 
 def check_instance_kind(model_file: Path, instance_kind: str) -> None:
-    """Refuse one Triton instance per GPU for an engine that brings its own ranks.
+    """Refuse one Triton instance per GPU for an engine that starts its own ranks.
 
     Raises:
-        ConfigError: several ranks with KIND_GPU, whatever else is wrong.
+        ConfigError: several ranks with KIND_GPU.
     """
     try:
         values: Mapping[str, Any] = msgspec.json.decode(model_file.read_bytes(), type=dict)
     except (OSError, ValueError, RecursionError):  # msgspec lets UnicodeDecodeError through
-        return  # EngineArgs says it better
+        return  # EngineArgs reports it better
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
         size = values.get(name, 1)
         if instance_kind == "GPU" and isinstance(size, int) and size > 1:

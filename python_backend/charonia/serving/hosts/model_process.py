@@ -1,6 +1,6 @@
-"""What the process of every model does first.
+"""The start of every model's process.
 
-Owns what such a process gets from tritonserver and must not keep, and where it writes its log. Must
+Owns the log of the process, and the closing of connections that it inherits from tritonserver. Must
 not know models.
 """
 
@@ -14,11 +14,11 @@ import sys
 from collections.abc import Callable
 
 STACKS_SIGNAL = signal.SIGUSR1
-"""Has a process write to the log what each of its threads is doing."""
+"""Makes a process write the stack of each thread to the log."""
 
 
 def start(model_name: str) -> Callable[[str], None]:
-    """Put the process in order, before anything else does anything.
+    """Set up the process; to be called first.
 
     Returns:
         A function that writes one line to tritonserver's log, with the model's name in front.
@@ -39,15 +39,15 @@ def start(model_name: str) -> Callable[[str], None]:
 def close_inherited_connections() -> None:
     """Close the clients' connections that tritonserver (2.51.0) gives to each process it starts.
 
-    A connection has an end only when nobody has it open any more: a client that is served and let
-    go would wait for that as long as this process lives.
+    A connection ends only when no process has it open. Without this, a client would wait for the
+    end of its connection as long as this process lives.
     """
     for name in os.listdir("/proc/self/fd"):
         descriptor = int(name)
         try:
             if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 continue
-        except OSError:  # what listed the directory
+        except OSError:  # the descriptor that listed the directory
             continue
         connection = socket.socket(fileno=descriptor)
         if connection.family in (socket.AF_INET, socket.AF_INET6):

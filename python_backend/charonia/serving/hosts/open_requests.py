@@ -1,9 +1,9 @@
-"""What a proxy has not answered to its end: clients' requests, and the parts that they are made of.
+"""The open requests of a proxy, and their parts.
 
-Owns which parts belong to whom, and whose clients are asked after. Must not know what is asked or
-answered, nor the scheduler.
+Owns which part belongs to which request, and which clients are polled for cancellation. Must not
+know the contents of requests and answers, nor the scheduler.
 
-    client ──┬── part ── key     the scheduler answers each part by its key
+    client ──┬── part ── key     the scheduler answers each part, by its key
              └── part ── key     the last answer to the last part ends the request
 """
 
@@ -17,13 +17,13 @@ from charonia.serving.requests.responders import CancellationPoller, TritonRespo
 
 @dataclass
 class ClientRequest:
-    """A client's request that is not answered to its end.
+    """A client's request that is not completely answered.
 
     Attributes:
-        num_bytes: of the request as it came. waiting: keys of parts that are not answered to their
-            end.
-        num_passed_on: answers of all parts. is_cancelled: the client has gone, or `error` is what
-            it is to be told.
+        num_bytes: of the request, as received. waiting: keys of the parts that are not completely
+            answered.
+        num_passed_on: answers passed on, of all parts. is_cancelled: the client has disconnected,
+            or the request has failed with `error`.
     """
 
     key: str
@@ -37,7 +37,7 @@ class ClientRequest:
 
 @dataclass
 class OpenPart:
-    """A part of a client's request; `num_passed_on` answers to it have gone on."""
+    """A part of a client's request; `num_passed_on` of its answers were passed on."""
 
     client: ClientRequest
     part: Part
@@ -45,45 +45,44 @@ class OpenPart:
 
 
 class OpenRequests:
-    """One registry of both. The caller holds a lock, but to ask whether there are any.
+    """The registry of both. The caller holds a lock, except for `bool()`.
 
     Args:
-        poller: asks after the clients of what is here.
+        poller: polls the clients of these requests for cancellation.
     """
 
     def __init__(self, poller: CancellationPoller) -> None:
         self._poller = poller
-        self._parts: dict[str, OpenPart] = {}  # by the key that the scheduler knows
+        self._parts: dict[str, OpenPart] = {}  # by the scheduler's key
         self._clients: dict[str, ClientRequest] = {}
 
     def __bool__(self) -> bool:
         return bool(self._clients)
 
     def add_part(self, key: str, part: OpenPart) -> None:
-        """The scheduler has got a part."""
+        """Add a part that was sent to the scheduler."""
         self._parts[key] = part
         part.client.waiting.add(key)
 
     def add(self, client: ClientRequest) -> None:
-        """The scheduler has got all parts of a request."""
+        """Add a request whose parts were all sent."""
         self._clients[client.key] = client
         self._poller.add(client.key, client.responder)
 
     def withdraw(self, client: ClientRequest) -> Collection[str]:
-        """Forget a request of which a part could not be sent; the keys of those that were."""
+        """Remove a request of which a part could not be sent; return the keys of the sent parts."""
         for key in client.waiting:
             del self._parts[key]
         return client.waiting
 
     def find(self, client_key: str) -> ClientRequest | None:
-        """A request by the name that it has here."""
+        """The request with this key, or None."""
         return self._clients.get(client_key)
 
     def take_answer(self, key: str, *, is_final: bool) -> OpenPart | None:
-        """Whose answer it is; None where nobody waits for it any more.
+        """Find the part of an answer; None if nothing waits for it.
 
-        With the final answer to its last part a request is not here any more, and no part of its
-        client is waiting.
+        The final answer to the last part removes the request; `client.waiting` is empty then.
         """
         part = self._parts.get(key)
         if part is None:
@@ -98,7 +97,7 @@ class OpenRequests:
         return part
 
     def take_all(self) -> list[ClientRequest]:
-        """All requests, which are not here any more."""
+        """Remove and return all requests."""
         clients = list(self._clients.values())
         for client in clients:
             self._poller.remove(client.key)

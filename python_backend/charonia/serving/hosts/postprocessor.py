@@ -1,11 +1,10 @@
-"""The `postprocessor` model's side: hands chunks of `llm` on, and tells the scheduler so.
+"""The `postprocessor` model: passes chunks of `llm` on and reports each one to the scheduler.
 
-Owns that word, and the one that a client has gone: Triton tells a running step of an ensemble
-nothing of its client, but the next step sees it. Must not know tokens.
+Owns these reports. It also reports clients that have disconnected: in an ensemble, the step that
+generates cannot see that, but the next step can. Must not know tokens.
 
 Triton takes any number of responses from a step and keeps them for the next one. So the scheduler
-has but a few of each request on this way, see `sessions`, and sends more when it hears that one has
-been handed on.
+has only a few responses of each request under way, see `sessions`, and sends more after a report.
 """
 
 import re
@@ -27,7 +26,7 @@ from charonia.serving.requests.responders import answered
 
 _KEY = re.compile(rb"([0-9a-f]{32})\.([0-9]{1,9})")
 _NUM_REMEMBERED = 4096
-"""Cancelled requests that are remembered: no chunk of theirs asks for a second cancellation."""
+"""Cancelled requests that are remembered, so that each is cancelled only once."""
 _TRY_AGAIN_S = 5.0
 
 
@@ -35,7 +34,7 @@ class PostprocessorHost:
     """The postprocessor behind Triton.
 
     Args:
-        scheduler_model: its name. repository: the models' folders.
+        scheduler_model: its name. repository: directory of the models.
         log: takes one line.
     """
 
@@ -46,18 +45,18 @@ class PostprocessorHost:
         self._log = log
         self._scheduler = SchedulerAddress(pb_utils, scheduler_model, repository, log=log)
         self._client: DeliveryClient | None = None
-        self._connect_at = 0.0  # not before, in seconds of the monotonic clock
+        self._connect_at = 0.0  # not before this, by the monotonic clock
         self._cancelled: dict[str, None] = {}  # in the order in which they were cancelled
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        """Hand on each chunk as it is; an input that did not come is an output that does not."""
+        """Pass each chunk on unchanged: each input that is present becomes an output."""
         return [
             answered(self._pb_utils, partial(self._hand_on, request), self._log)
             for request in requests
         ]
 
     def finalize(self) -> None:
-        """Say that nothing is in hand any more, and hang up."""
+        """Report that no chunk is left here, and disconnect."""
         if self._client is not None:
             self._client.part()
             self._client = None
@@ -73,7 +72,7 @@ class PostprocessorHost:
         return self._pb_utils.InferenceResponse(outputs)
 
     def _report(self, key: str, number: int, request: Any) -> None:
-        """Say that a chunk is handed on, or that there is nobody to hand it to."""
+        """Report that a chunk is passed on, or that its client has disconnected."""
         if key in self._cancelled or time.monotonic() < self._connect_at:
             return
         has_gone = request.is_cancelled()
@@ -81,7 +80,7 @@ class PostprocessorHost:
             self._send(Cancellation(key) if has_gone else Delivery(key, number))
         except (OSError, CharoniaError) as error:
             self._disconnect()
-            self._connect_at = time.monotonic() + _TRY_AGAIN_S  # each chunk would wait for it
+            self._connect_at = time.monotonic() + _TRY_AGAIN_S  # else each chunk would try
             self._log(f"the scheduler could not be told of a chunk: {error}")
             return
         if has_gone:
@@ -107,10 +106,10 @@ class PostprocessorHost:
 
 
 def _key_and_number(array: Array) -> tuple[str, int]:
-    """What the scheduler calls a request, and which response this is.
+    """The scheduler's key of a request, and the number of this response.
 
     Raises:
-        InvalidRequestError: it is no scheduler's.
+        InvalidRequestError: the scheduler did not make it.
     """
     text = array.item() if array.size == 1 and array.dtype == np.object_ else b""
     match = _KEY.fullmatch(text) if isinstance(text, bytes) else None

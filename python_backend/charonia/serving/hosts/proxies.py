@@ -1,10 +1,10 @@
-"""Which proxy a model is, by its config.pbtxt.
+"""Makes the proxy that a model's config.pbtxt describes.
 
-Owns reading its parameters. Must not know what a proxy does.
+Owns the parameters of proxies. Must not know what a proxy does.
 
-    scheduler_model  the scheduler that it stands before; none of a model that needs no scheduler
+    scheduler_model  the scheduler behind it; absent if the model needs none
     convention       "" for the scheduler's own, or a model of `trtllm.tables`
-    engine_model     names the tokenizer, for the conventions that need one
+    engine_model     its tokenizer is used, by conventions that need one
     max_queue_size, max_queue_bytes  see `Quota`
 """
 
@@ -40,7 +40,7 @@ _TEXT_MODELS: Mapping[str, Callable[[Tokenizer, Path], TextModel]] = {
 
 
 class Proxy(Protocol):
-    """What the Triton model does."""
+    """The methods of a Triton model."""
 
     def execute(self, requests: list[Any]) -> None:
         """Take requests; they are answered through their senders."""
@@ -52,13 +52,13 @@ class Proxy(Protocol):
 
 
 def make_proxy(pb_utils: Any, args: Mapping[str, str], log: Callable[[str], None]) -> Proxy:
-    """The proxy that a model is.
+    """Make the proxy of a model.
 
     Args:
         args: as Triton gives them to `initialize`. log: takes one line, from any thread.
 
     Raises:
-        CharoniaError: a parameter, or the tokenizer, is not what it should be.
+        CharoniaError: a parameter or the tokenizer is wrong.
     """
     config = json.loads(args["model_config"])
     is_decoupled = pb_utils.using_decoupled_model_transaction_policy(config)

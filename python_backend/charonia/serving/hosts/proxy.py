@@ -1,11 +1,11 @@
-"""A model in front of the scheduler, such as `generate`: many requests at a time in one process.
+"""A proxy: a model in front of the scheduler, such as `generate`, for many requests at a time.
 
-Owns what waits for answers. Must not know anything of the scheduler but its name and what a
-`SchedulerClient` can say to it, nor how clients speak: that is a `Convention`'s.
+Owns the requests that wait for answers. Knows the scheduler only by its name and its
+`SchedulerClient`. Must not know the clients' tensors: a `Convention` does.
 
-A decoupled proxy passes on streams, under another name than the scheduler's. One that is not
-decoupled answers each request once, later, through the response sender: so clients that cannot
-stream are served, for which Triton wants a model that is not decoupled.
+A decoupled proxy passes on streams. A proxy that is not decoupled answers each request once, later,
+through the response sender. It serves clients that cannot stream, for which Triton requires a model
+that is not decoupled.
 """
 
 import contextlib
@@ -41,10 +41,10 @@ class ProxyHost:
     It connects to the scheduler when there is a request and no connection.
 
     Args:
-        scheduler_model: its name. repository: the models' folders.
-        quota: what requests may hold here until they are answered.
-        convention: how clients speak. is_decoupled: whether Triton takes several responses to a
-            request.
+        scheduler_model: its name. repository: directory of the models.
+        quota: limits of the requests that wait here for their answers.
+        convention: translates requests and answers. is_decoupled: whether Triton takes several
+            responses to a request.
         log: takes one line, from any thread.
     """
 
@@ -68,9 +68,9 @@ class ProxyHost:
         self._lock = threading.Lock()
         self._scheduler: SchedulerClient | None = None
         self._poller = CancellationPoller(self._on_cancelled, log=log)
-        self._open = OpenRequests(self._poller)  # all of it went through that client
+        self._open = OpenRequests(self._poller)  # all sent through that client
         readiness = Readiness(pb_utils, scheduler_model)
-        readiness.has_server_started = True  # or there were no requests
+        readiness.has_server_started = True  # there are requests only then
         self._server = ServerWatch(
             readiness.check_server,
             has_requests=lambda: bool(self._open),
@@ -79,7 +79,7 @@ class ProxyHost:
         )
 
     def execute(self, requests: list[Any]) -> None:
-        """Hand requests in to the scheduler; the answers come later."""
+        """Pass requests to the scheduler; the answers come later."""
         self._server.start()
         for request in requests:
             sender = request.get_response_sender()
@@ -118,7 +118,7 @@ class ProxyHost:
             raise
 
     def _send(self, scheduler: SchedulerClient, raw: RawRequest, part: OpenPart) -> None:
-        """Hand one part in; where that fails, those before it are cancelled. The lock is held."""
+        """Send one part; if that fails, cancel the earlier parts. The caller holds the lock."""
         try:
             key = scheduler.send(raw)
         except BaseException:
@@ -129,7 +129,7 @@ class ProxyHost:
 
     def _connect(self) -> None:
         channel = self._address.connect()
-        with self._lock:  # which `on_end` waits for
+        with self._lock:  # `on_end` waits for it
             self._scheduler = SchedulerClient(channel, self, log=self._log)
 
     # ------------------------------------------------------------------ the client's thread
@@ -155,7 +155,7 @@ class ProxyHost:
                     client.responder.send(outputs, is_final=True)
 
     def _pass_on(self, answer: RelayedAnswer, opened: OpenPart) -> None:
-        """Pass on an answer that others follow, and say so where they are of the same part."""
+        """Pass on an answer that is not the last, and acknowledge it unless it ends its part."""
         client, part = opened.client, opened.part
         try:
             if (failure := answer.failure) is None:
@@ -176,7 +176,7 @@ class ProxyHost:
                     self._scheduler.acknowledge(answer.key, opened.num_passed_on)
 
     def on_end(self) -> None:
-        """As `AnswerEvents.on_end`: whoever waits gets no answer of the scheduler's any more."""
+        """As `AnswerEvents.on_end`: end all waiting requests with an error."""
         with self._lock:
             self._scheduler = None
             clients = self._open.take_all()
@@ -184,7 +184,7 @@ class ProxyHost:
             self._end(client, UnavailableError(LOST))
 
     def _on_cancelled(self, client_key: str) -> None:
-        """The last answers, errors by then, come as any others."""
+        """Cancel a request. Its last answers, now errors, come like any others."""
         with self._lock:
             client = self._open.find(client_key)
             if client is None:
@@ -201,19 +201,19 @@ class ProxyHost:
 
     @contextlib.contextmanager
     def _ending(self, client: ClientRequest) -> Iterator[None]:
-        """Where every request ends that was handed in: with its last response, or what is raised.
+        """Send the last response of a request, or the error that is raised; then release its quota.
 
-        It counts until then.
+        Every request that was sent to the scheduler ends here.
         """
         with failing_with_errors(client.responder, self._log):
             yield
         self._quota.give_back(client.num_bytes)
 
     def _end(self, client: ClientRequest, error: CharoniaError, part: Part | None = None) -> None:
-        """End a request early; of a stream that is safe a little later, see the poller.
+        """End a request early; for a stream this is safe only a little later, see the poller.
 
         Args:
-            part: whose failure it is, where it is not the whole request's.
+            part: the part that failed; None if the whole request did.
         """
 
         def end() -> None:

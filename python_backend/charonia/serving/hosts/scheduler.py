@@ -1,7 +1,6 @@
-"""The scheduler model's side: requests in, the engine service behind, responses out.
+"""The scheduler model: takes requests, runs the engine service, and sends responses.
 
-Owns wiring them together in the scheduler's process. Must not know torch, nor how anything is
-scheduled.
+Owns the wiring of the scheduler's process. Must not know torch, nor scheduling.
 """
 
 import contextlib
@@ -62,7 +61,7 @@ def own_parameters(model_config: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _Relayed:
-    """What becomes of what proxies say, as `RelayEvents`."""
+    """Handles the messages of proxies, as `RelayEvents`."""
 
     intake: Intake
     sessions: Sessions
@@ -83,7 +82,7 @@ class _Relayed:
 
 @dataclass(frozen=True)
 class _Reloadable:
-    """Carries the operator's orders out, as `Reloadable`."""
+    """Carries out the operator's orders, as `Reloadable`."""
 
     service: EngineService
     sessions: Sessions
@@ -92,25 +91,25 @@ class _Reloadable:
         self.service.reload(reload)
 
     def drain(self) -> int:
-        """How many are left, until their last responses are sent."""
+        """Stop taking requests; return how many have not got their last response."""
         return max(self.service.drain(), self.sessions.num_live)
 
 
 class SchedulerHost:
     """The scheduler behind Triton.
 
-    A BLS call from a thread at the moment when `initialize` returns can crash the whole server. So
-    the service, whose thread makes such calls, starts with the first request, which shows that
-    the model is loaded, or some seconds later. An older scheduler, over which this one was loaded,
+    A BLS call from a thread while `initialize` returns can crash the whole server, and the
+    service's thread makes such calls. So the service starts with the first request, which shows
+    that the model is loaded, or after `START_DELAY_S`. An older scheduler, which this one replaces,
     ends its work then, see `handover`.
 
     Args:
-        args: what Triton gives to `initialize`. log: takes one line, from any thread.
+        args: the argument of Triton's `initialize`. log: takes one line, from any thread.
 
     Raises:
-        ConfigError, CheckpointError: a parameter, model.json or the tokenizer is wrong, or the
-            tenants' file, or the model's directory takes no socket, or the KV events' endpoint is
-            not to be had.
+        ConfigError, CheckpointError: a parameter, model.json, the tokenizer or the tenants' file is
+            wrong, a socket cannot be made in the model's directory, or the KV events' endpoint
+            cannot be bound.
     """
 
     def __init__(
@@ -221,28 +220,28 @@ class SchedulerHost:
         with _needing_a_socket(HANDOVER_SOCKET):
             self._handover = Handover(own_dir / HANDOVER_SOCKET, self._stop, log=log)
         if self._publisher is not None and not self._handover.has_older:
-            self._publisher.bind()  # an older one would have the endpoint until it ends
+            self._publisher.bind()  # an older scheduler holds the endpoint until it ends
         self._timer.start()
 
     def execute(self, requests: list[Any]) -> None:
-        """Take requests in; everything else happens in other threads."""
+        """Take requests; everything else happens in other threads."""
         self._start()
         for request in requests:
             responder = TritonResponder(self._pb_utils, request.get_response_sender())
             self._intake.take(partial(read_request, request), responder)
 
     def finalize(self) -> None:
-        """Answer what is still live, and stop."""
+        """End the live requests with an error, and stop."""
         self._stop()
         self._handover.close()
 
     def _stop(self) -> None:
-        """Answer what is still live; nothing is served from now on. The second call waits."""
+        """End the live requests and stop serving. A second call waits for the first."""
         self._timer.cancel()
         with self._start_lock:
             if self._is_stopped:
                 return
-            self._take_over()  # a younger one knows nothing of an older one than this
+            self._take_over()  # a newer scheduler does not know older ones than this
             self._is_started = self._is_stopped = True
             self._reload_server.close()
             self._tokenizing.close()
@@ -265,7 +264,7 @@ class SchedulerHost:
                 self._take_over()
                 try:
                     self._start_publisher()
-                    # The engine is loaded by now: the first request need not be refused.
+                    # The engine is loaded by now; waiting for it avoids refusing the first request.
                     self._service.start(wait_s=FIRST_CONNECT_S)
                     self._exporter.start()
                 finally:
@@ -275,7 +274,7 @@ class SchedulerHost:
         if self._publisher is not None:
             try:
                 self._publisher.start()
-            except ConfigError as error:  # an older scheduler does not let go of the endpoint
+            except ConfigError as error:  # an older scheduler still holds the endpoint
                 self._log(f"warning: {error}; nobody is told what the prefix cache holds")
 
     def _read_metrics(self) -> SchedulerMetrics:
@@ -284,7 +283,7 @@ class SchedulerHost:
 
 
 def _prompt_index(args: SchedulerArgs) -> PromptIndex | None:
-    """Finds similar prompts; None where only equal ones get an answer that was given before.
+    """The index of similar prompts; None if the semantic cache is off.
 
     Raises:
         ConfigError, CheckpointError: the embedding model, or a package, is missing or wrong.
@@ -296,7 +295,7 @@ def _prompt_index(args: SchedulerArgs) -> PromptIndex | None:
 
 @contextlib.contextmanager
 def _needing_a_socket(name: str) -> Iterator[None]:
-    """Raises ConfigError where the socket of this name cannot be made."""
+    """Raises ConfigError if the socket of this name cannot be made."""
     try:
         yield
     except OSError as error:
@@ -308,11 +307,11 @@ def _needing_a_socket(name: str) -> Iterator[None]:
 def _read_args(
     model_file: Path, scheduler_args: SchedulerArgs, before: EngineArgs, tokenizer: str
 ) -> EngineArgs:
-    """What model.json says now: whoever loads an engine may have changed it.
+    """The present arguments in model.json, which a load of the engine may have changed.
 
     Raises:
-        ConfigError: it is wrong, or does not go with the scheduler's parameters, or names another
-            tokenizer than that of the server's start, or other readers of KV events.
+        ConfigError: it is wrong, does not fit the scheduler's parameters, or has another tokenizer
+            or `kv_events_config` than at the server's start.
     """
     args = EngineArgs.from_file(model_file)
     scheduler_args.check_engine(args)

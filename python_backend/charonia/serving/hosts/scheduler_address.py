@@ -1,7 +1,6 @@
-"""The way to the scheduler's socket, for the models of the same Triton.
+"""Connects models of the same Triton to the scheduler's socket.
 
-Owns where the socket is, and the request that has the scheduler listen. Must not know what is said
-there.
+Owns the socket's path, and the request that makes the scheduler listen. Must not know the messages.
 """
 
 from collections.abc import Callable
@@ -22,8 +21,8 @@ class SchedulerAddress:
     """Where the scheduler is, for a model in the same repository.
 
     Args:
-        scheduler_model: its name. repository: the models' folders. log: takes one line, from any
-            thread.
+        scheduler_model: its name. repository: directory of the models.
+        log: takes one line, from any thread.
     """
 
     def __init__(
@@ -40,11 +39,11 @@ class SchedulerAddress:
         self._path = requests_socket(repository, scheduler_model)
 
     def connect(self) -> Channel:
-        """Connect, in the thread of `execute`.
+        """Connect; to be called in the thread of `execute`.
 
-        The scheduler takes connections once a request has shown it that Triton has loaded it, so it
-        gets one: a probe whose text is not asked for. The answer has no tensors, because BLS makes
-        those without holding Python's lock, see `Readiness`.
+        The scheduler takes connections only after its first request, which shows that Triton has
+        loaded it. So this sends a probe first. It asks for no text, because BLS makes tensors
+        without holding Python's lock, see `Readiness`.
 
         Raises:
             CharoniaError: there is no scheduler, or it answers with this error.

@@ -1,6 +1,6 @@
-"""The `tokenizer` model's side: the prompt of `llm` to token ids. Stateless.
+"""The `tokenizer` model: turns the prompt of `llm` into token ids. Stateless.
 
-Owns checking the prompt, naming the request by a key, and its time while the prompt waits. Must not
+Owns the check of the prompt, the request's key, and its timeout while the prompt waits. Must not
 know sequences.
 """
 
@@ -38,7 +38,7 @@ class TokenizerHost:
 
     Args:
         model_file: the engine's model.json, which names the tokenizer.
-        quota: how much may wait to be tokenized. log: takes one line, from any thread.
+        quota: limits of the prompts that wait. log: takes one line, from any thread.
 
     Raises:
         ConfigError, CheckpointError: there is no usable tokenizer.
@@ -58,7 +58,7 @@ class TokenizerHost:
     def execute(self, requests: list[Any]) -> None:
         """Answer each request with ids, the text that they came from, and a new key.
 
-        Long prompts are answered later, so that the others do not wait for them.
+        Long prompts are tokenized in another thread, so that short ones do not wait for them.
         """
         for request in requests:
             responder = TritonResponder(self._pb_utils, request.get_response_sender())
@@ -66,7 +66,7 @@ class TokenizerHost:
                 self._take(read_request(request), responder)
 
     def finalize(self) -> None:
-        """Answer what waits, and stop."""
+        """End the waiting requests, and stop."""
         self._tokenizing.close()
 
     def _take(self, raw: RawRequest, responder: TritonResponder) -> None:
@@ -112,15 +112,15 @@ class TokenizerHost:
         self._within_limits(lambda limits: limits.check_ids(num_ids))
 
     def _within_limits(self, check: Callable[[PromptLimits], T]) -> T:
-        """What a check returns; where a prompt is too long, by the limits as they are now."""
+        """Run a check. If a prompt is too long, read the limits again and check once more."""
         try:
             return check(self._limits)
         except PromptTooLongError:
-            self._limits = self._read_limits()  # of another engine, perhaps
+            self._limits = self._read_limits()  # another engine may have been loaded
             return check(self._limits)
 
     def _read_limits(self) -> PromptLimits:
-        """What is certain of prompts before the scheduler looks at them."""
+        """Limits of prompts that hold whatever the scheduler decides."""
         args = EngineArgs.from_file(self._model_file)
         config = read_json_object(Path(args.model) / "config.json", is_optional=True)
         max_model_len = args.max_model_len or config.get("max_position_embeddings")

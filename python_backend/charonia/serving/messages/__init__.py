@@ -1,1 +1,1 @@
-"""What the models' processes say to each other through sockets."""
+"""The messages that the models' processes exchange through sockets."""

@@ -1,20 +1,20 @@
 """The engine in another Triton model, as an Executor: plans and results by socket.
 
-Owns the connection to the engine and its time limits. Must not know what is in a plan, nor how an
-engine is loaded: that is `engine_repair`'s.
+Owns the connection to the engine and its timeouts. Must not know the contents of a plan, nor how an
+engine is loaded; `engine_repair` does.
 
     submit() ──► socket ──► engine ──► socket ──► result()      every step
-    a second connection: does the engine live                   every second, see `EngineWatch`
-    a question to Triton: does the server shut down             with requests: `ServerWatch`
-    open(): a thread finds the engine, or has it loaded         see `engine_repair`
+    a second connection: is the engine alive                    every second, see `EngineWatch`
+    a question to Triton: is the server shutting down           with requests: `ServerWatch`
+    open(): a thread finds the engine, or loads it              see `engine_repair`
 
-A message over BLS crosses tritonserver, which costs five or six wake-ups of sleeping threads each
-way and some 0.4 ms of its processor time. All these processes are on one machine, so what is said
-often goes directly from one to the other.
+A message over BLS passes through tritonserver. That costs five or six wake-ups of threads each way,
+and about 0.4 ms of processor time. All these processes are on one machine, so frequent messages go
+directly through sockets.
 
-The thread that submits serves all requests, so it waits for no engine that takes nothing: what the
-socket does not take of a plan at once is sent while a result is waited for. How long that may be is
-for the caller to say.
+The thread that submits serves all requests, so it never waits for an engine that does not read. The
+rest of a plan that the socket does not take at once is sent during the wait for a result, whose
+length the caller chooses.
 """
 
 import time
@@ -56,11 +56,11 @@ STEPS_SOCKET = f"steps{SOCKET_SUFFIX}"
 _HELLO_TIMEOUT_S = 10.0
 _CLOSE_TIMEOUT_S = 0.5
 _VERDICT_S = 3.0
-"""How long what Triton said of the engine holds while nobody waits for it."""
+"""How long Triton's answer about the engine is reused while no request waits, in seconds."""
 
 
 class _Step:
-    """A step that was sent to the engine through the socket."""
+    """A step that was sent to the engine."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class _Step:
         self._failure = failure
 
     def result(self, timeout: float | None) -> StepResult:
-        """As `Pending.result`. An engine that does not live is noticed within seconds."""
+        """As `Pending.result`. A dead engine is noticed within seconds."""
         self._server.check()
         if self._failure is not None:
             raise self._failure
@@ -102,11 +102,11 @@ class BlsExecutor:
     Args:
         engine_model: its name. engine_dir: its version directory.
         control: loads and unloads the engine.
-        has_requests: whether Triton waits for requests of this model before it unloads it.
+        has_requests: whether live requests keep Triton from unloading this model.
         log: takes one line, from any thread.
 
     Attributes:
-        refusal: why no engine can be loaded in the place of another; None where one can.
+        refusal: why engines cannot be replaced; None if they can.
     """
 
     def __init__(
@@ -139,8 +139,8 @@ class BlsExecutor:
     def open(self, *, replace: bool, on_done: Callable[[], None]) -> EngineOpening:
         """As `Executor.open`, in a thread of its own.
 
-        The engine's errors are EngineUnloadedError where its model is not loaded,
-        ServerStoppingError where Triton takes no more calls, and else EngineDiedError.
+        Its error is EngineUnloadedError if the model is not loaded, ServerStoppingError if Triton
+        takes no more calls, and else EngineDiedError.
         """
         self._opening = EngineOpening(self._replace if replace else self._reach)
         self._opening.start(on_done)
@@ -151,16 +151,16 @@ class BlsExecutor:
         channel, watch = self._channel, self._watch
         assert channel is not None, "submit() before open()"
         assert watch is not None
-        self._readiness.has_server_started = True  # or there were no requests to plan for
+        self._readiness.has_server_started = True  # there are requests only then
         failure: StepFailedError | None = None
         try:
             channel.post(encode(plan))
-        except OSError as error:  # it is too long; an engine that has gone is seen by the result
+        except OSError as error:  # it is too long; `result` notices a dead engine
             failure = StepFailedError(f"the plan cannot be sent: {error.strerror}")
         return _Step(channel, watch, self._server, failure)
 
     def check(self) -> None:
-        """As `Executor.check`: it costs no message."""
+        """As `Executor.check`; sends no message."""
         self._server.check()
         channel = self._channel
         if channel is None or self._watch is None or not channel.is_quiet():
@@ -172,11 +172,11 @@ class BlsExecutor:
             raise self._noted(error) from None
 
     def note_server_stopping(self) -> None:
-        """Another model has been told that the server is shutting down."""
+        """Note that the server is shutting down, as another model has seen."""
         self._server.note_stopping()
 
     def close(self) -> None:
-        """Hang up; the engine stays. One that is being opened is waited for a little."""
+        """Disconnect; the engine stays. Waits briefly for an attempt to open one."""
         self._server.close()
         self._control.close()
         if self._opening is not None:
@@ -186,11 +186,11 @@ class BlsExecutor:
     # ------------------------------------------------------------------ in the opening's thread
 
     def _reach(self) -> EngineInfo:
-        """Connect to the engine that is there, and remember its processes. Raises as `open`."""
+        """Connect to the present engine, and note its processes. Raises as `open`."""
         self._disconnect()
         channel = self._connect()
         pid = peer_pid(channel)
-        self._processes = {pid: start_time(pid) or 0}  # to be killed, should it not answer
+        self._processes = {pid: start_time(pid) or 0}  # to be killed if it does not answer
         try:
             reply = self._say_hello(channel)
             watch = EngineWatch(self._connect(), pid)
@@ -203,19 +203,19 @@ class BlsExecutor:
         return reply
 
     def _replace(self) -> EngineInfo:
-        """Have another engine in the place of the one that is there. Raises as `open`."""
-        self._server.check()  # a server that is known to shut down is asked for nothing
+        """Replace the present engine by a new one. Raises as `open`."""
+        self._server.check()  # a server that shuts down must not be asked to load
         self._disconnect()
         return self._model.replace(self._processes, self._reach)
 
     def _connect(self) -> Channel:
-        """Connect to the engine; where nobody is at its socket, Triton says why: as `open`."""
+        """Connect to the engine. If that fails, ask Triton why; raises as `open`."""
         try:
             return connect(self._socket)
         except OSError:
             self._check_loaded()
         try:
-            return connect(self._socket)  # it has come meanwhile
+            return connect(self._socket)  # it may have been loaded meanwhile
         except OSError as error:
             name = self._socket.name
             raise self._unreachable(f"{name} in its directory: {error.strerror}") from None
@@ -235,7 +235,7 @@ class BlsExecutor:
         return reply
 
     def _unreachable(self, why: str) -> EngineDiedError:
-        """Of an engine that is loaded but cannot be spoken to: why is logged once.
+        """The error of an engine that is loaded but does not answer; each reason is logged once.
 
         Raises:
             EngineUnloadedError: Triton says that it is not loaded.
@@ -248,11 +248,12 @@ class BlsExecutor:
         return EngineDiedError(text)
 
     def _check_loaded(self) -> None:
-        """Have Triton say whether the engine is loaded. Raises as `open`.
+        """Ask Triton whether the engine is loaded. Raises as `open`.
 
-        While nobody waits for the engine, Triton may be finalizing this model at any moment, and
-        then it must not be asked. So what was last said holds for some seconds, a shutdown notice
-        of the engine too: at the server's end this model is finalized within seconds of it.
+        Triton must not be asked while it finalizes this model, which it may do at any time if no
+        request is live. So without requests its last answer is reused for some seconds, and a
+        shutdown notice of the engine, too: at the server's end this model is finalized within
+        seconds of that.
         """
         self._server.check()
         now = time.monotonic()
@@ -278,9 +279,9 @@ class BlsExecutor:
 
 
 def _last_notice(channel: Channel) -> EngineUnloadedError | None:
-    """That an engine which takes nothing any more was unloaded, if it has said so."""
+    """The error of an engine that was unloaded, if it has sent a shutdown notice."""
     with suppress(TimeoutError, StepFailedError):
-        # Its notice may lie behind answers that nobody waits for.
+        # The notice may follow unread answers.
         while (data := channel.receive(0.0)) is not None:
             if isinstance(_decode(data), ShutdownNotice):
                 return EngineUnloadedError(UNLOADED)

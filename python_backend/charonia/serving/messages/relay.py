@@ -1,8 +1,8 @@
-"""What other models say to the scheduler through a socket: requests of proxies such as `generate`,
-which are answered, and what becomes of the chunks that `postprocessor` hands on.
+"""The messages of other models to the scheduler: requests of proxies such as `generate`, with their
+answers, and reports of `postprocessor` on the chunks that it passes on.
 
-Owns the messages, and how each is sent; `relay_client` and `relay_server` are the ends. Must not
-know what a request asks for, nor Triton.
+Owns the messages and how each is sent; `relay_client` and `relay_server` are the ends. Must not
+know the contents of a request, nor Triton.
 
     a proxy                                                                     scheduler
       any thread ─► outbox ─► writer ─► RelayedRequest, Cancellation, … ─────► reader ─► takes in
@@ -10,13 +10,12 @@ know what a request asks for, nor Triton.
 
     postprocessor ──────────────────────► Delivery, Cancellation, Disconnect ───► reader
 
-Every request gets answers up to a final one, which may be a refusal. Of the others a proxy says
-when it has passed them on, and only a few of a request are under way before that: what piles up
-leaves as one. Neither side ever waits for the other: what a stopped process does not take stays in
-the outbox, as far as that reaches; then requests are refused, and a proxy that does not take its
-answers is hung up on. The end of a connection cancels all requests that came through it, because
-their client is seen to have gone. A process that has said deliveries and dies without a word has
-lost what it had in hand.
+Every request gets answers up to a final one, which may be an error. A proxy acknowledges the other
+answers when it has passed them on. Only a few are under way before that, and later output gathers
+into one answer. Neither side waits for the other. Messages to a stopped process stay in the outbox.
+If that is full, requests are refused, and a proxy that does not read its answers is disconnected.
+The end of a connection cancels all its requests. If a process that reports deliveries dies without
+a `Disconnect`, the responses that it held are lost.
 """
 
 import errno
@@ -44,7 +43,7 @@ class RelayedRequest(msgspec.Struct, frozen=True, tag=True):
     """A request of a client.
 
     Attributes:
-        key: names it until it is answered; unguessable.
+        key: identifies it until it is answered; random.
     """
 
     key: str
@@ -58,23 +57,23 @@ class Cancellation(msgspec.Struct, frozen=True, tag=True):
 
 
 class Acknowledgement(msgspec.Struct, frozen=True, tag=True):
-    """The proxy has passed on answers to the request of this key, so many by now."""
+    """The proxy has passed on this number of answers to the request of this key, in all."""
 
     key: str
     number: int
 
 
 class Delivery(msgspec.Struct, frozen=True, tag=True):
-    """Responses of the request of this key, up to this one, have been handed on to its client."""
+    """Responses of the request of this key, up to this number, were passed on to its client."""
 
     key: str
     number: int
 
 
 class Disconnect(msgspec.Struct, frozen=True, tag="Parting"):
-    """Who handed responses on ends in order, and has nothing in hand any more.
+    """A process that passed responses on ends in order, and holds none any more.
 
-    Its tag is of an older name: processes of two versions may meet while models are reloaded.
+    The tag is an older name: processes of two versions may meet while models are reloaded.
     """
 
 
@@ -83,7 +82,7 @@ class ServerStopping(msgspec.Struct, frozen=True, tag=True):
 
 
 class RelayedAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An answer to one request: outputs, or an error and its kind, which always is final."""
+    """An answer to one request: outputs, or an error and its kind. Errors are always final."""
 
     key: str
     outputs: dict[str, list[Any]] = {}
@@ -94,7 +93,7 @@ class RelayedAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def failure(self) -> CharoniaError | None:
-        """The error, where it is one."""
+        """The error, or None."""
         if self.error is None:
             return None
         return error_of(self.error, self.kind) if self.has_suffix else ExactTextError(self.error)
@@ -127,22 +126,22 @@ def encode(message: Message | RelayedAnswer) -> bytes:
 
 
 def decode_message(data: bytes) -> Message:
-    """Raises ValueError, RecursionError: it is no such message."""
+    """Raises ValueError, RecursionError: the data is not such a message."""
     message: Message = _message_decoder.decode(data)
     return message
 
 
 def decode_answer(data: bytes) -> RelayedAnswer:
-    """Raises ValueError, RecursionError: it is no such message."""
+    """Raises ValueError, RecursionError: the data is not such a message."""
     return _answer_decoder.decode(data)
 
 
 def post(connection: Connection, message: Message | RelayedAnswer) -> None:
-    """Send a message soon. Nothing happens after the connection's end.
+    """Queue a message. After the connection's end it is dropped.
 
     Raises:
         InvalidRequestError: it is too long.
-        UnavailableError: too much waits already for the process at the other end.
+        UnavailableError: the outbox is full.
     """
     try:
         connection.post(encode(message))

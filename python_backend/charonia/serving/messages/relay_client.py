@@ -1,8 +1,8 @@
-"""The other ends of the socket that `relay` describes: a proxy's, and that of who hands chunks on.
+"""The client ends of `relay`: a proxy's, and that of a model that passes chunks on.
 
-Owns what may be said there, as methods, and the thread that hears the answers. Must not know
-Triton: a process of any kind that may open the socket may use these. `hosts.scheduler_address` has
-what only a model of Triton can do, which is to find out whether there is a scheduler.
+Owns the messages as methods, and the thread that reads the answers. Must not know Triton: any
+process that may open the socket can use these. `hosts.scheduler_address` has the part for models of
+Triton only: to find out whether there is a scheduler.
 """
 
 import contextlib
@@ -33,19 +33,19 @@ _SEND_TIMEOUT_S = 1.0
 
 
 def requests_socket(repository: Path, scheduler_model: str) -> Path:
-    """Where a scheduler listens.
+    """The socket of a scheduler.
 
     Args:
-        repository: the models' folders. scheduler_model: its name.
+        repository: directory of the models. scheduler_model: its name.
     """
     return repository / scheduler_model / "1" / REQUESTS_SOCKET
 
 
 class AnswerEvents(Protocol):
-    """What comes from the scheduler; called in a thread of the client's, one after the other."""
+    """Receives the scheduler's messages, one after the other, in a thread of the client."""
 
     def on_answer(self, answer: RelayedAnswer) -> None:
-        """An answer to a request has come; the client hangs up when this raises."""
+        """An answer to a request has arrived. If this raises, the client disconnects."""
         ...
 
     def on_end(self) -> None:
@@ -54,17 +54,17 @@ class AnswerEvents(Protocol):
 
 
 class SchedulerClient:
-    """One connection to the scheduler: requests go through it, and their answers come back.
+    """One connection to the scheduler, for requests and their answers.
 
-    For all threads. Only `close` waits for anything.
+    For all threads. Only `close` may block.
 
     Args:
-        channel: connected to the scheduler's socket; this closes it.
-        events: may be called before this returns.
+        channel: connected to the scheduler's socket; the client closes it.
+        events: may be called before the constructor returns.
         log: takes one line, from any thread.
 
     Raises:
-        UnavailableError: there can be no thread that hears the answers.
+        UnavailableError: the thread that reads the answers cannot be started.
     """
 
     def __init__(
@@ -80,73 +80,73 @@ class SchedulerClient:
             raise UnavailableError(f"no answer could be taken: {error.strerror}") from None
 
     def send(self, raw: RawRequest) -> str:
-        """Send a request; returns its key, by which its answers are known.
+        """Send a request; returns its key, which its answers carry.
 
-        It gets answers up to a final one, or the connection ends.
+        It gets answers up to a final one, unless the connection ends.
 
         Raises:
             InvalidRequestError: it is too long.
-            UnavailableError: too much waits already for the scheduler.
+            UnavailableError: the outbox to the scheduler is full.
         """
         key = secrets.token_hex(16)
         post(self._connection, RelayedRequest(key, raw))
         return key
 
     def cancel(self, key: str) -> None:
-        """Cancel a request, which still gets its answer."""
+        """Cancel a request; it still gets a final answer."""
         self._tell(Cancellation(key))
 
     def acknowledge(self, key: str, number: int) -> None:
-        """Say that so many answers to a request have been passed on, of those that are not final.
+        """Acknowledge the answers to a request that were passed on, by their number.
 
-        Without that word the scheduler sends only a few.
+        The scheduler has only a few unacknowledged answers under way.
         """
         self._tell(Acknowledgement(key, number))
 
     def note_server_stopping(self) -> None:
-        """Have the scheduler end what the server waits for; where it takes no word, hang up."""
+        """Tell the scheduler that the server is shutting down; disconnect if that fails."""
         try:
             post(self._connection, ServerStopping())
         except UnavailableError:
             self._connection.hang_up()
 
     def close(self) -> None:
-        """Send what waits, as far as the scheduler takes it, and hang up.
+        """Send the queued messages, as far as the scheduler reads them, and disconnect.
 
-        What is live is cancelled. `AnswerEvents.on_end` is still called.
+        Live requests are cancelled. `AnswerEvents.on_end` is still called.
         """
         self._connection.close()
 
     def _tell(self, message: Cancellation | Acknowledgement) -> None:
-        # Where nobody takes it, the request is lost with the connection.
+        # If it cannot be sent, the request is lost with the connection anyway.
         with contextlib.suppress(UnavailableError):
             post(self._connection, message)
 
 
 class DeliveryClient:
-    """One connection to the scheduler, of a process that hands its responses on. For one thread.
+    """One connection to the scheduler, of a process that passes its responses on. For one thread.
 
     Args:
-        channel: connected to the scheduler's socket; this closes it.
+        channel: connected to the scheduler's socket; the client closes it.
     """
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
 
     def tell(self, message: Delivery | Cancellation) -> None:
-        """Say what became of a response.
+        """Report a response, or a client that has disconnected.
 
         Raises:
-            OSError: the scheduler has gone, or takes nothing.
+            OSError: the scheduler has ended or does not read.
         """
         self._channel.send(encode(message), _SEND_TIMEOUT_S)
 
     def part(self) -> None:
-        """Say that nothing is in hand any more, where the scheduler hears it, and hang up."""
+        """Send a `Disconnect`, if the scheduler reads it, and disconnect."""
         with contextlib.suppress(OSError):
             self._channel.send(encode(Disconnect()), _SEND_TIMEOUT_S)
         self.hang_up()
 
     def hang_up(self) -> None:
-        """End the connection without a word."""
+        """Close the connection without a message."""
         self._channel.close()

@@ -1,7 +1,7 @@
-"""The scheduler's end of the socket that `relay` describes: takes requests, and sends the answers.
+"""The scheduler's end of `relay`: takes requests and sends the answers.
 
-Owns the socket, each connection's requests, and what its end means. Must not know what a request
-asks for.
+Owns the socket, the requests of each connection, and the effects of its end. Must not know the
+contents of a request.
 """
 
 import time
@@ -30,7 +30,7 @@ from charonia.sockets.server import Server
 from charonia.supervision.process_table import start_time
 
 _DEATH_S = 0.2
-"""That a killed process may take to end once the kernel has closed its connections."""
+"""Time that a killed process may need to end after its connections are closed, in seconds."""
 
 
 class RelayedResponder:
@@ -71,43 +71,43 @@ class RelayedResponder:
         except InvalidRequestError:
             self.fail(UnavailableError("the answer is too long to be handed on in one piece"))
             if not answer.is_final:
-                raise  # the request is to go no further
+                raise  # this cancels the request
         except UnavailableError:
-            self._connection.hang_up()  # nobody takes the answers of this connection
+            self._connection.hang_up()  # the proxy does not read its answers
 
 
 class RelayEvents(Protocol):
-    """What proxies say; called in several threads, one for each connection."""
+    """Receives the messages of proxies; called in a thread for each connection."""
 
     def on_request(self, key: str, raw: RawRequest, responder: Responder) -> None:
-        """A request has come, whose answer goes to the responder; that of an error, too."""
+        """A request has arrived. Its answer goes to the responder, even if it is an error."""
         ...
 
     def on_cancelled(self, key: str) -> None:
-        """The client of a request has gone, or its proxy has."""
+        """The client of a request, or its proxy, has disconnected."""
         ...
 
     def on_acknowledged(self, key: str, number: int) -> None:
-        """A proxy has passed on so many answers to a request."""
+        """A proxy has passed on this number of answers to a request."""
         ...
 
     def on_server_stopping(self) -> None:
-        """A proxy has been told that the server is shutting down."""
+        """A proxy has seen that the server is shutting down."""
         ...
 
 
 class Deliveries(Protocol):
-    """Who is to know what `postprocessor` has handed on; called in the connection's thread."""
+    """Receives the reports of `postprocessor`; called in the connection's thread."""
 
     def report(self, key: str, number: int) -> None:
-        """Responses of a request, up to this one, have been handed on."""
+        """Responses of a request, up to this number, were passed on."""
         ...
 
     def stop_reports(self, is_lost: bool) -> None:
-        """A connection has ended through which reports came.
+        """A connection that sent reports has ended.
 
         Args:
-            is_lost: its process has died without a word.
+            is_lost: whether its process died without a `Disconnect`.
         """
         ...
 
@@ -136,11 +136,11 @@ class RelayServer:
         self._server = Server(listen(path), is_same_user, self._serve, log=log)
 
     def start(self) -> None:
-        """Take connections; those made before have waited."""
+        """Accept connections; earlier ones have waited."""
         self._server.start()
 
     def close(self) -> None:
-        """Stop listening, send the answers that there are, and hang up."""
+        """Stop listening, send the queued answers, and disconnect."""
         self._server.close()
 
     def _serve(self, connection: Connection) -> None:
@@ -178,7 +178,7 @@ class _Peer:
     """The process at the other end of a connection.
 
     Attributes:
-        hands_on: it has told of responses. has_parted: it has said that it ends.
+        hands_on: whether it has reported responses. has_parted: whether it has sent a `Disconnect`.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -188,9 +188,9 @@ class _Peer:
         self._started = start_time(self._pid)
 
     def has_died(self) -> bool:
-        """Whether it ends, or has; asked when its connection has, which a kill ends first."""
+        """Whether the process ends now or has ended. A kill closes its connections first."""
         deadline = time.monotonic() + _DEATH_S
-        # A process may have ended before this looked for the first time.
+        # The process may have ended before its start time was read.
         while self._started is not None and start_time(self._pid) == self._started:
             if time.monotonic() > deadline:
                 return False

@@ -1,17 +1,17 @@
-"""What the operator says to the scheduler through a socket: go on with another engine.
+"""The operator's orders to the scheduler: reload the engine, or drain.
 
-Owns the messages, both ends, and the engine's model.json while an order is carried out. Must not
-know how an engine is replaced.
+Owns the messages, the scheduler's end of the socket, and the engine's model.json during a reload.
+Must not know how an engine is replaced.
 
     charonia reload ── ReloadOrder ──► scheduler      checks it, and begins
                     ── ReloadQuestion ───────►        as often as it likes, by the order's number
                     ◄─ ReloadState ──────────
 
-While it is being loaded, the old model.json lies beside the new one. Whoever loads an engine when
-the scheduler that ordered this has gone takes the old one: the new one may be what ended it.
+During the load, the old model.json is kept beside the new one. If the scheduler dies meanwhile, the
+next load takes the old one: the new one may be the cause.
 
-The socket lies in the scheduler's directory, which belongs to the run and its owner: whoever can
-open it could as well write the files that Triton loads.
+The socket is in the scheduler's directory, which belongs to the run's user. A process that can open
+it could also write the files that Triton loads.
 """
 
 import functools
@@ -36,42 +36,42 @@ from charonia.sockets.server import Server
 RELOAD_SOCKET = f"reload{SOCKET_SUFFIX}"
 """Beside the scheduler's model.py."""
 MAX_ORDER_BYTES = 2**20
-"""An order is a model.json."""
+"""Most bytes of an order, which contains a model.json."""
 TOKENIZER_FILE = "tokenizer.json"
 _BEFORE_SUFFIX, _DRAFT_SUFFIX = ".before", ".draft"
 LEFT_OF_RELOADS = (f"*{_BEFORE_SUFFIX}", f"*{_DRAFT_SUFFIX}")
-"""Files beside model.json while another one is tried, as patterns."""
+"""Patterns of the files that lie beside model.json during a reload."""
 
 
 class ReloadOrder(msgspec.Struct, frozen=True, tag=True):
-    """Go on with an engine of these arguments (model.json), after live requests if `drain`."""
+    """Reload the engine with these arguments (model.json), after live requests if `drain`."""
 
     values: dict[str, Any]
     drain: bool = False
 
 
 class ReloadQuestion(msgspec.Struct, frozen=True, tag=True):
-    """Asks how far an order is; with `cancel` it is given up unless it is being loaded."""
+    """Asks for the progress of a reload; `cancel` cancels it, unless it is loading."""
 
     number: int
     cancel: bool = False
 
 
 class DrainOrder(msgspec.Struct, frozen=True, tag=True):
-    """Take no more requests. It may be given again, to be told how many are left."""
+    """Stop taking requests. It may be repeated, to ask how many are left."""
 
 
 class DrainState(msgspec.Struct, frozen=True):
-    """How many requests are left."""
+    """Number of requests that are left."""
 
     num_live: int
 
 
 class ReloadState(msgspec.Struct, frozen=True):
-    """How far an order is; see `charonia.core.replica.reload.Reload`.
+    """Progress of a reload; see `charonia.core.replica.reload.Reload`.
 
     Attributes:
-        number: by which it can be asked after; -1 of one that was refused.
+        number: identifies it in questions; -1 if it was refused.
     """
 
     phase: Phase
@@ -88,20 +88,20 @@ _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
 
 
 def decode_order(data: bytes) -> ReloadOrder | ReloadQuestion | DrainOrder:
-    """Raises ValueError, RecursionError: it is none of them."""
+    """Raises ValueError, RecursionError: the data is not such a message."""
     message: ReloadOrder | ReloadQuestion | DrainOrder = _decoder.decode(data)
     return message
 
 
 class Reloadable(Protocol):
-    """What carries the operator's orders out."""
+    """Carries out the operator's orders."""
 
     def reload(self, reload: Reload) -> None:
-        """Begin to go on with another engine."""
+        """Begin a reload."""
         ...
 
     def drain(self) -> int:
-        """Take no more requests; how many are left."""
+        """Stop taking requests; return how many are left."""
         ...
 
 
@@ -111,7 +111,7 @@ class ReloadServer:
     Args:
         path: where the socket is made; an old one is replaced.
         model_file: the engine's model.json.
-        refusal: why no order to reload can be carried out; None where they can.
+        refusal: why reloads are impossible; None if they are possible.
         log: takes one line, from any thread.
 
     Raises:
@@ -131,7 +131,7 @@ class ReloadServer:
         self._reloadable = reloadable
         self._refusal = refusal
         self._lock = threading.Lock()
-        self._orders: list[Reload] = []  # all there ever were, by their number
+        self._orders: list[Reload] = []  # all so far, by number
         self._server = Server(
             listen(path), is_same_user, self._serve, log=log, max_bytes=MAX_ORDER_BYTES
         )
@@ -160,10 +160,10 @@ class ReloadServer:
             return msgspec.msgpack.encode(ReloadState("failed", reason=str(error)))
 
     def _take(self, order: ReloadOrder) -> int:
-        """Begin to carry an order out; returns its number.
+        """Begin a reload; returns its number.
 
         Raises:
-            CharoniaError: it cannot be carried out.
+            CharoniaError: it is impossible.
         """
         with self._lock:
             if self._refusal is not None:
@@ -187,7 +187,7 @@ class ReloadServer:
             return len(self._orders) - 1
 
     def _order(self, number: int) -> Reload:
-        """Raises ConfigError: there is none of this number."""
+        """Raises ConfigError: there is no reload of this number."""
         if not 0 <= number < len(self._orders):
             raise ConfigError(f"there is no reload of number {number}")
         return self._orders[number]
@@ -198,10 +198,10 @@ def _state(number: int, one: Reload) -> ReloadState:
 
 
 def fingerprint_tokenizer(args: EngineArgs) -> str:
-    """What tells tokenizers apart, whatever their files' layout; asking again costs no reading.
+    """Fingerprint of a tokenizer, independent of its file's layout. Cached until the file changes.
 
     Raises:
-        ConfigError: there is none that can be read.
+        ConfigError: the tokenizer cannot be read.
     """
     path = args.tokenizer_dir / TOKENIZER_FILE
     try:
@@ -215,20 +215,20 @@ def fingerprint_tokenizer(args: EngineArgs) -> str:
 
 @functools.lru_cache(maxsize=4)
 def _fingerprint(path: Path, version: tuple[int, ...]) -> str:
-    """Of a file of some megabytes; the scheduling thread asks at every new engine.
+    """The fingerprint of a file, cached: it has some megabytes and is needed for every new engine.
 
     Args:
-        version: another one whenever the file has changed.
+        version: changes whenever the file changes.
     """
     content = msgspec.json.decode(path.read_bytes())
     return hashlib.sha256(msgspec.json.encode(content, order="sorted")).hexdigest()
 
 
 def check_same_tokenizer(fingerprint: str, args: EngineArgs) -> None:
-    """Make sure that live requests' tokens keep their meaning.
+    """Check that the tokens of live requests keep their meaning.
 
     Raises:
-        ConfigError: the tokenizer is another one than that of the fingerprint.
+        ConfigError: the tokenizer does not have this fingerprint.
     """
     if fingerprint_tokenizer(args) != fingerprint:
         raise ConfigError(
@@ -238,10 +238,10 @@ def check_same_tokenizer(fingerprint: str, args: EngineArgs) -> None:
 
 
 def check_same_kv_events(before: EngineArgs, after: EngineArgs) -> None:
-    """Make sure that a scheduler goes on telling those whom it tells what the prefix cache holds.
+    """Check that the KV events keep their endpoints.
 
     Raises:
-        ConfigError: they are others.
+        ConfigError: `kv_events_config` differs.
     """
     if before.kv_events != after.kv_events:
         raise ConfigError(
@@ -251,7 +251,7 @@ def check_same_kv_events(before: EngineArgs, after: EngineArgs) -> None:
 
 
 def install(model_file: Path, content: bytes) -> None:
-    """Put a new model.json in the place of the old one, which is kept beside it.
+    """Replace model.json; the old one is kept beside it.
 
     Raises:
         OSError: it cannot be written; nothing has changed.
@@ -265,7 +265,7 @@ def install(model_file: Path, content: bytes) -> None:
 
 
 def restore(model_file: Path) -> bool:
-    """Put the model.json that was kept in its place again; whether there was one."""
+    """Restore the model.json that was kept; return whether there was one."""
     try:
         os.replace(_before(model_file), model_file)
     except FileNotFoundError:
@@ -274,7 +274,7 @@ def restore(model_file: Path) -> bool:
 
 
 def settle(model_file: Path) -> None:
-    """Keep the old model.json no longer."""
+    """Remove the old model.json."""
     _before(model_file).unlink(missing_ok=True)
 
 
@@ -283,7 +283,7 @@ def _before(model_file: Path) -> Path:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Write a file in one piece: an engine may be loading at any moment."""
+    """Write a file atomically: an engine may be loading at any moment."""
     draft = path.with_name(path.name + _DRAFT_SUFFIX)
     try:
         draft.write_bytes(content)

@@ -1,1 +1,1 @@
-"""One request while a model of Triton has it: in, and out again as responses."""
+"""The way of one request through a Triton model, from its tensors to its responses."""

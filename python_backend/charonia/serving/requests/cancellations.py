@@ -1,10 +1,10 @@
-"""Which requests, and which samples, clients cancelled that had not come here yet.
+"""Cancellations of requests, or samples, that have not reached the scheduler yet.
 
-Owns the memory of these. Must not know requests that are live.
+Owns the memory of these. Must not know live requests.
 
-A prompt of `llm` may wait in `tokenizer` when its request is cancelled in `scheduler`, which has
-not heard of it. So a cancellation counts for every request of its name that came to the server
-before.
+A prompt of `llm` may still wait in `tokenizer` when its request is cancelled in `scheduler`, which
+does not know it yet. So a cancellation applies to every request of its id and tenant that arrived
+at the server before it.
 """
 
 import threading
@@ -12,21 +12,21 @@ import time
 from collections.abc import Iterable
 
 MAX_NAMES = 4096
-"""With a sample's index or without; the oldest is forgotten."""
+"""Most cancellations that are remembered; the oldest is forgotten."""
 
 
 class Cancellations:
-    """When each request id of a tenant was last cancelled. For all threads."""
+    """The last cancellation of each request id of a tenant. For all threads."""
 
     def __init__(self) -> None:
         self._times: dict[tuple[str, str, int | None], float] = {}  # with a sample's index, or None
         self._lock = threading.Lock()
 
     def note(self, request_id: str, tenant: str, samples: Iterable[int] | None = None) -> None:
-        """All requests of this name that came before now are cancelled.
+        """Note that all requests of this name that arrived before now are cancelled.
 
         Args:
-            samples: only these of each.
+            samples: only these samples of each; None is all.
         """
         now = time.monotonic()
         with self._lock:
@@ -37,13 +37,13 @@ class Cancellations:
                 del self._times[next(iter(self._times))]
 
     def cover(self, request_id: str, tenant: str, arrived_at: float) -> bool:
-        """Whether a request that came then, on the monotonic clock, is cancelled."""
+        """Whether a request with this arrival, on the monotonic clock, is cancelled."""
         return self._cover(request_id, tenant, None, arrived_at)
 
     def samples(
         self, request_id: str, tenant: str, arrived_at: float, num_samples: int
     ) -> frozenset[int]:
-        """Which of the samples of such a request are."""
+        """The cancelled samples of such a request."""
         return frozenset(
             index
             for index in range(num_samples)

@@ -1,15 +1,15 @@
-"""From a request as it came to a live one: read, checked, tokenized, and handed to the engine.
+"""Takes requests in: reads, checks and tokenizes them, and passes them to the engine service.
 
-Owns the order of these, who may be cancelled meanwhile, and the count of what is refused. Must not
-know Triton, nor how anything is scheduled.
+Owns the order of these, cancellation meanwhile, and the count of refusals. Must not know Triton,
+nor scheduling.
 
     read ─► tenant ─► ids or short texts ──────────► session ─► engine service
                    └► long texts ─► session ─► tokenizing ─────►
 
-The texts of a request are its prompt and its bad words. A tenant that has as much here as it may is
+The texts of a request are its prompt and its bad words. A tenant that has reached its limits is
 refused before they are tokenized.
 
-What is too long is refused by its size: the text is not decoded, and the ids are not listed.
+Inputs that are too long are refused by their size, before texts are decoded or ids converted.
 """
 
 import contextlib
@@ -51,23 +51,23 @@ from charonia.serving.requests.tokenizing import INLINE_CHARACTERS, Prompt, Toke
 from charonia.text.tokenizer import Tokenizer
 
 NOTHING: Outputs = {"text_output": [""]}
-"""Answers a client's request that generates no text."""
+"""The answer to a request that generates no text, such as a cancellation."""
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """What makes chunks of a prompt: it is tokenized, and then the engine's service has it."""
+    """The source of chunks: tokenizing first, then the engine service."""
 
     tokenizing: Tokenizing
     service: EngineService
 
     def cancel(self, key: str) -> None:
-        """End a request, wherever it is."""
+        """Cancel a request, wherever it is."""
         if not self.tokenizing.cancel(key):
             self.service.cancel(key)
 
     def cancel_samples(self, key: str, indexes: Collection[int]) -> None:
-        """End samples of a request that is tokenized."""
+        """Cancel samples of a request, once it is tokenized."""
         self.service.cancel_samples(key, indexes)
 
 
@@ -75,12 +75,12 @@ class Intake:
     """Takes requests in, from any thread.
 
     Args:
-        is_forwarded: whether Triton makes a parameter of a header with such a name.
+        is_forwarded: whether Triton forwards a header of this name as a parameter.
         tenant_header: see `schema.parse`.
         log: takes one line, from any thread.
 
     Raises:
-        CheckpointError: the model's defaults of sampling parameters cannot be read.
+        CheckpointError: the checkpoint's sampling defaults cannot be read.
     """
 
     def __init__(
@@ -111,10 +111,10 @@ class Intake:
     def take(
         self, read: Callable[[], RawRequest], responder: Responder, relayed_key: str | None = None
     ) -> None:
-        """Take a request in; whatever is wrong with it becomes its answer.
+        """Take a request; an error becomes its answer.
 
         Args:
-            read: gives the request. relayed_key: see `schema.parse`.
+            read: returns the request. relayed_key: see `schema.parse`.
         """
         with failing_with_errors(responder, self._log):
             with self._counting():
@@ -132,14 +132,14 @@ class Intake:
                     self._generate(call, responder)
                 case CancelCall():
                     self._cancel_named(call)
-                    # The same where there was none, or whoever guesses would find out.
+                    # The same answer if there was none, so that ids cannot be guessed.
                     responder.send(NOTHING, is_final=True)
                 case ProbeCall(wants_text):
                     answer = {"text_output": [self._prober.answer()]} if wants_text else {}
                     responder.send(answer, is_final=True)
 
     def _cancel_named(self, call: CancelCall) -> None:
-        """Cancel all requests of a name, or samples of them, here and on their way."""
+        """Cancel all requests of an id and tenant, or their samples, here and on their way."""
         self._cancellations.note(call.request_id, call.tenant, call.samples)
         for key in self._sessions.find(call.request_id, call.tenant):
             if call.samples is None:
@@ -148,7 +148,7 @@ class Intake:
                 self._sessions.cancel_samples(key, call.samples)
 
     def _limits(self) -> PromptLimits:
-        """Of prompts; the widest while no engine says how long they may be."""
+        """Limits of prompts; the widest ones while there is no engine."""
         try:
             limits = self._service.limits
         except UnavailableError:
@@ -156,12 +156,14 @@ class Intake:
         return PromptLimits.of(limits.max_model_len - 1, self._tokenizer.max_bytes_per_token)
 
     def _sampling_defaults(self) -> SamplingDefaults:
-        """Of the model that is served at this moment."""
+        """The sampling defaults of the present model."""
         args, (before, defaults) = self._service.engine_args, self._defaults
         if args != before:  # another engine was loaded
             try:
                 defaults = self._read_defaults(args)
-            except CheckpointError as error:  # by Triton itself; `charonia reload` checks before
+            except (
+                CheckpointError
+            ) as error:  # `charonia reload` checks this; Triton's own loads don't
                 self._log(f"defaults of sampling parameters stay as they were: {error}")
             self._defaults = args, defaults
         return defaults
@@ -175,10 +177,10 @@ class Intake:
 
     @contextlib.contextmanager
     def _counting(self, params: SamplingParams | None = None) -> Iterator[None]:
-        """Count what is refused before it reaches the service, which counts for itself.
+        """Count refusals before the service, which counts its own.
 
         Args:
-            params: of the request, where they are known.
+            params: of the request, if they are known.
         """
         try:
             yield
@@ -216,7 +218,7 @@ class Intake:
             raise
 
     def _cancel_as_noted(self, call: GenerateCall, arrived_at: float) -> None:
-        """Cancel what its client cancelled while it was on its way here."""
+        """Cancel a request, or samples, that its client cancelled before it arrived here."""
         name = call.request_id, call.params.tenant
         if self._cancellations.cover(*name, arrived_at):
             self._sessions.cancel(call.key)
@@ -224,7 +226,7 @@ class Intake:
             self._sessions.cancel_samples(call.key, samples)
 
     def _tokenize(self, call: GenerateCall) -> GenerationRequest:
-        """The same with ids in the place of its texts."""
+        """The request for the service, with token ids instead of texts."""
         if call.prompt_ids is not None:
             ids: list[int] = call.prompt_ids.tolist()
         else:
@@ -253,7 +255,7 @@ class Intake:
         self._service.limits.check_prompt(num_ids)
 
     def _echo(self, call: GenerateCall) -> str:
-        """What is prepended to the answer; made when it is sent, of a request that was checked."""
+        """The text that is prepended to the answer; made when the answer is sent."""
         text = call.text if call.prompt_text is None else call.prompt_text
         if text is not None:
             return text
@@ -262,7 +264,7 @@ class Intake:
         return self._tokenizer.decode(call.prompt_ids.tolist(), skip_special_tokens=skips_special)
 
     def _tokenize_later(self, call: GenerateCall, arrived_at: float, sink: Sink) -> None:
-        """Have the texts tokenized, and go on with their ids."""
+        """Have the texts tokenized in another thread, then submit the request."""
         limit = call.time_limit
 
         def go_on(outcome: GenerationRequest | CharoniaError) -> None:
@@ -290,7 +292,7 @@ class Intake:
         )
 
     def _count_end(self, error: CharoniaError, params: SamplingParams) -> None:
-        """Count a request that got no further than being tokenized."""
+        """Count a request that ended while it was tokenized."""
         if isinstance(error, RequestCancelledError):
             self._service.count_cancellation()
         else:
@@ -298,7 +300,7 @@ class Intake:
 
     def _submit(self, request: GenerationRequest, arrived_at: float, sink: Sink) -> None:
         self._service.submit(request, sink, arrived_at)
-        # While the service did not know it yet:
+        # Cancelled while the service did not know it yet:
         if self._sessions.is_cancelled(request.key):
             self._service.cancel(request.key)
         elif samples := self._sessions.cancelled_samples(request.key):
@@ -306,6 +308,6 @@ class Intake:
 
 
 def _is_short(call: GenerateCall) -> bool:
-    """Whether its texts are tokenized in no time worth mentioning."""
+    """Whether its texts are short enough to be tokenized at once."""
     texts = (call.text or "", *call.params.bad_words)
     return sum(map(len, texts)) <= INLINE_CHARACTERS

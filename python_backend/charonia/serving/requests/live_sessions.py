@@ -1,6 +1,6 @@
-"""Which requests are live in the scheduler's process: one registry, by key.
+"""The registry of live sessions in the scheduler's process, by key.
 
-Owns which of them are named. Must not know what becomes of a session, nor what else it holds.
+Owns which of them are named. Must not know how sessions end, nor their other contents.
 """
 
 from charonia.serving.requests.session import Session
@@ -18,23 +18,23 @@ class LiveSessions:
 
     @property
     def num_named(self) -> int:
-        """How many are named, see `Session.is_named`."""
+        """Number of named sessions, see `Session.is_named`."""
         return len(self._named)
 
     def get(self, key: str) -> Session | None:
-        """The one of this key."""
+        """The session with this key, or None."""
         return self._all.get(key)
 
     def all(self) -> list[Session]:
-        """Those that are live at this moment."""
+        """All live sessions."""
         return list(self._all.values())
 
     def named(self) -> list[Session]:
-        """Those of them that are named."""
+        """All named sessions."""
         return list(self._named.values())
 
     def add(self, session: Session) -> bool:
-        """Put a session in, unless there is one of its key; whether it is in."""
+        """Add a session unless its key is taken; return whether it was added."""
         if self._all.setdefault(session.key, session) is not session:
             return False
         if session.is_named:
@@ -42,6 +42,6 @@ class LiveSessions:
         return True
 
     def remove(self, key: str) -> Session | None:
-        """Take a session out, if it is there."""
+        """Remove and return the session with this key, if there is one."""
         self._named.pop(key, None)
         return self._all.pop(key, None)

@@ -1,6 +1,6 @@
-"""What requests hold of this process: bounded in number and in bytes.
+"""A quota of the requests in a process, in number and in bytes.
 
-Owns the sum, and the refusal of what is over it. Must not know what is held.
+Owns the sums, and the refusal of requests beyond the quota. Must not know what is counted.
 """
 
 import threading
@@ -10,11 +10,12 @@ from charonia.errors import ConfigError, QueueFullError, shown
 
 
 class Quota:
-    """How many requests a process may hold, and how many bytes of theirs.
+    """Limits the requests that a process holds, and their bytes.
 
     Args:
-        max_count: requests at most. max_bytes: of all together; a request by itself may have more.
-        on_change: called with the number of requests when that changes.
+        max_count: most requests. max_bytes: most bytes of all together; a single request may have
+            more.
+        on_change: called with the number of requests when it changes.
     """
 
     def __init__(
@@ -34,21 +35,21 @@ class Quota:
     def configured(
         cls, parameters: Mapping[str, Mapping[str, str]], on_change: Callable[[int], None]
     ) -> "Quota":
-        """By `max_queue_size` and `max_queue_bytes` of a model's config.pbtxt.
+        """A quota by `max_queue_size` and `max_queue_bytes` of a model's config.pbtxt.
 
         Raises:
-            ConfigError: one of them is no number of at least 1.
+            ConfigError: one of them is not a number of at least 1.
         """
         max_count = _positive(parameters, "max_queue_size")
         return cls(max_count, _positive(parameters, "max_queue_bytes"), on_change)
 
     @property
     def held(self) -> tuple[int, int]:
-        """How many requests hold something, and how many bytes."""
+        """Number of requests, and their bytes."""
         return self._count, self._bytes
 
     def take(self, num_bytes: int) -> None:
-        """Count a request that comes; it must be given back.
+        """Count a new request; `give_back` must follow.
 
         Raises:
             QueueFullError: there is no room for it now.
@@ -63,7 +64,7 @@ class Quota:
             self._on_change(self._count)
 
     def give_back(self, num_bytes: int) -> None:
-        """The request has gone that took so many bytes."""
+        """Stop counting a request of this many bytes."""
         with self._lock:
             self._count -= 1
             self._bytes -= num_bytes

@@ -1,6 +1,6 @@
-"""A request as it came: named tensors and parameters that mean nothing yet.
+"""A raw request: named tensors and parameters, not interpreted yet.
 
-Owns the shape, and what its tensors are in Python. Must not know who brought it: Triton, see
+Owns its form, and the Python types of tensors. Must not know where it came from: Triton, see
 `tensors`, or a socket, see `relay`.
 """
 
@@ -15,7 +15,7 @@ from charonia.serving.conventions.interface import OUTPUTS, Datatype
 
 Array = npt.NDArray[Any]
 Outputs = Mapping[str, Any]
-"""Values of a response by output name: a list of one dimension, or an array as it is to be sent."""
+"""Values of a response by output name: a list of one dimension, or an array of any shape."""
 
 NUMPY_TYPES: dict[Datatype, type] = {
     "BOOL": np.bool_,
@@ -31,12 +31,12 @@ NUMPY_TYPES: dict[Datatype, type] = {
 
 @dataclass(frozen=True)
 class RawRequest:
-    """A request as its client gave it, safe to keep after `execute` returns.
+    """A request as its client sent it, safe to keep after `execute` returns.
 
     Attributes:
-        tensors: the inputs that came, by name. parameters: its own parameters.
-        timeout_us: of gRPC, 0 where there is none. num_bytes: of all of it.
-        output_names: what the client wants to get; all outputs when it named none.
+        tensors: the inputs that are present, by name. parameters: the request's own parameters.
+        timeout_us: gRPC's timeout in microseconds; 0 is none. num_bytes: size of the request.
+        output_names: outputs that the client wants; all if it named none.
     """
 
     tensors: Mapping[str, Array]
@@ -48,5 +48,5 @@ class RawRequest:
 
 
 def num_bytes_of(array: Array) -> int:
-    """Bytes of what is in a tensor."""
+    """Bytes of a tensor's contents."""
     return sum(map(len, array.flat)) if array.dtype == np.object_ else array.nbytes

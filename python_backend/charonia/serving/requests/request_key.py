@@ -1,14 +1,14 @@
-"""The name that a request of `llm` has among the models, sealed so that no client can make one up.
+"""The name of a request of `llm` among the models, with a MAC so that clients cannot forge one.
 
-A name begins with when the request came, on the clock that all processes of a machine share: its
-time runs from then on, and who cancels it later means it, wherever it is.
+A name begins with the request's arrival, on the monotonic clock that all processes of a machine
+share. Timeouts count from it, and a later cancellation applies to the request wherever it is.
 
-Owns the seal and the file of its secret. Must not know what a request asks for.
+Owns the MAC ("seal") and the file of its secret. Must not know the contents of a request.
 
-`tokenizer` names each request and hands its text on beside the ids; Triton brings both to
+`tokenizer` names each request and passes its text on beside the ids. Triton brings both to
 `scheduler`, whose inputs are public. So `tokenizer` seals name, ids and text together, and
-`scheduler` takes no text and no name without that seal. Both read the secret from a file, of the
-runtime repository and readable by its owner alone, which the first of them makes.
+`scheduler` takes no name and no text without that seal. Both read the secret from a file in the
+runtime repository that only its owner can read. The first of them creates it.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ class Sealer:
     """Makes and checks sealed names.
 
     Args:
-        secret: of the run.
+        secret: of this run of the server.
     """
 
     def __init__(self, secret: bytes) -> None:
@@ -41,10 +41,10 @@ class Sealer:
 
     @classmethod
     def from_dir(cls, path: Path) -> "Sealer":
-        """With the secret of a directory; whoever comes first makes it.
+        """A sealer with the secret of a directory, which is created if there is none.
 
         Raises:
-            ConfigError: it can be neither read nor made, or is no secret.
+            ConfigError: it can be neither read nor created, or has the wrong length.
         """
         file = path / SECRET_FILE
         try:
@@ -63,7 +63,7 @@ class Sealer:
         """A new name, sealed with these ids and this text.
 
         Args:
-            arrived_at: when the request came, on the monotonic clock.
+            arrived_at: arrival of the request, on the monotonic clock.
         """
         name = f"{round(arrived_at * 1e9):0{_NUM_TIME_DIGITS}x}"
         name += secrets.token_hex((_NUM_NAME_DIGITS - _NUM_TIME_DIGITS) // 2)
@@ -92,12 +92,12 @@ class Sealer:
 
 
 def arrival_of(name: str) -> float:
-    """When the request of a name came, on the monotonic clock."""
+    """Arrival of the request with this name, on the monotonic clock."""
     return int(name[:_NUM_TIME_DIGITS], 16) / 1e9
 
 
 def _read_or_create(path: Path) -> bytes:
-    """The file appears whole or not at all: it is written under another name and then linked."""
+    """Read the secret. A new file appears atomically: it is written elsewhere, then linked."""
     if not path.exists():
         draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -106,7 +106,7 @@ def _read_or_create(path: Path) -> bytes:
                 file.write(secrets.token_bytes(_NUM_SECRET_BYTES))
             os.link(draft, path)
         except FileExistsError:
-            pass  # the other one was faster
+            pass  # another process was faster
         finally:
             draft.unlink()
     return path.read_bytes()

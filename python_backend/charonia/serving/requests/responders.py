@@ -1,10 +1,10 @@
-"""Where the answer to one request goes: a response sender that cannot be misused.
+"""Responders: safe wrappers of the response senders of requests.
 
-Owns the discipline around `pb_utils` senders. Must not know what is in a response.
+Owns the safe use of `pb_utils` senders. Must not know the contents of a response.
 
-Triton frees what stands behind a sender as soon as the FINAL flag was sent; asking such a sender
-whether its client has gone crashes the whole server. So nobody else holds a sender, and after the
-last response it is never touched again.
+Triton frees the state of a sender as soon as the FINAL flag was sent. A later question to such a
+sender, whether its client has disconnected, crashes the whole server. So only a responder holds the
+sender, and it never uses the sender after the last response.
 """
 
 import math
@@ -22,11 +22,12 @@ from charonia.serving.requests.tensors import INTERNAL_ERROR, error_response, re
 
 
 class Responder(Protocol):
-    """Takes the answer to one request: responses, of which the last one is final, or an error.
+    """Takes the answer to one request: responses, the last of which is final, or an error.
 
     Attributes:
-        is_polled: nobody says when the client has gone; it must be asked time and again.
-        is_acknowledged: whoever takes the responses says so, and gets only a few before that.
+        is_polled: whether a disconnected client is found only by polling `is_cancelled`.
+        is_acknowledged: whether the receiver acknowledges responses; only a few are sent before
+            that.
     """
 
     is_polled: bool
@@ -41,12 +42,12 @@ class Responder(Protocol):
         ...
 
     def is_cancelled(self) -> bool:
-        """Whether the client has gone; False once the answer is complete."""
+        """Whether the client has disconnected; False once the answer is complete."""
         ...
 
 
 def fail(responder: Responder, error: CharoniaError, log: Callable[[str], None]) -> None:
-    """Send an error, if it can be sent; else it is logged."""
+    """Send an error; log it if it cannot be sent."""
     try:
         responder.fail(error)
     except Exception:
@@ -55,7 +56,7 @@ def fail(responder: Responder, error: CharoniaError, log: Callable[[str], None])
 
 @contextmanager
 def failing_with_errors(responder: Responder, log: Callable[[str], None]) -> Iterator[None]:
-    """Make whatever is raised inside the answer; what is no CharoniaError is logged."""
+    """Send an exception as the answer. One that is not a CharoniaError is logged."""
     try:
         yield
     except CharoniaError as error:
@@ -66,7 +67,7 @@ def failing_with_errors(responder: Responder, log: Callable[[str], None]) -> Ite
 
 
 def answered(pb_utils: Any, make: Callable[[], Any], log: Callable[[str], None]) -> Any:
-    """The response that `make` makes, or one with what it raises; that is logged as above."""
+    """The response that `make` returns, or one with its exception, logged as above."""
     try:
         return make()
     except CharoniaError as error:
@@ -80,8 +81,8 @@ class TritonResponder:
     """The client of one Triton request.
 
     Args:
-        sender: of the request; nobody else may use it.
-        is_decoupled: whether Triton takes any number of responses, none at all too.
+        sender: of the request; no other code may use it.
+        is_decoupled: whether Triton takes any number of responses, even none.
     """
 
     is_polled = True
@@ -102,7 +103,7 @@ class TritonResponder:
         self._send(error_response(self._pb_utils, error), is_final=is_final)
 
     def end(self) -> None:
-        """Complete the answer, with an empty response where Triton wants one."""
+        """Complete the answer, with an empty response if Triton needs one."""
         self._send(None if self._is_decoupled else response(self._pb_utils, {}), is_final=True)
 
     def is_cancelled(self) -> bool:
@@ -123,26 +124,26 @@ class TritonResponder:
 
 
 class _LateEnd(NamedTuple):
-    """What ends a stream, and when; by the monotonic clock."""
+    """A function that ends a stream, and its time by the monotonic clock."""
 
     at: float
     end: Callable[[], None]
 
 
 class CancellationPoller:
-    """Asks responders in turn, from a thread of its own, whether their clients have gone.
+    """Polls responders, in a thread of its own, for clients that have disconnected.
 
-    Triton tells nobody that a client has gone; it must be asked, and each question is a round
-    trip that takes the server 0.1 ms. A responder is asked every `INTERVAL_S`, and more seldom when
-    there are so many that it would be more than `MAX_POLLS_PER_S` questions.
+    Triton does not report disconnected clients. It must be asked, and each question is a round trip
+    that takes the server 0.1 ms. A responder is asked every `INTERVAL_S`, or less often if there
+    are so many that this would exceed `MAX_POLLS_PER_S`.
 
-    What ends a stream early is sent `LATE_END_S` later, for two reasons. Triton 2.51.0 crashes
-    now and then when a gRPC stream ends in the moment of its cancellation. And an ensemble that
-    fails while another of its steps still has a response in hand never ends inside Triton: it keeps
-    the models of its steps loaded, also when others were loaded in their place, and the server's
-    own end waits for it in vain.
+    The early end of a stream is sent `LATE_END_S` later, for two reasons. Triton 2.51.0 sometimes
+    crashes if a gRPC stream ends in the moment of its cancellation. And an ensemble that fails
+    while another of its steps still holds a response never ends inside Triton: it keeps the models
+    of its steps loaded, even if others were loaded in their place, and blocks the server's
+    shutdown.
 
-    A responder that cannot be asked is not asked again; its request goes on.
+    A responder whose poll fails is not polled again; its request goes on.
 
     Args:
         log: takes one line, from any thread.
@@ -173,25 +174,25 @@ class CancellationPoller:
 
     @property
     def has_responders(self) -> bool:
-        """Whether there is anybody to be asked."""
+        """Whether there are responders to poll."""
         return bool(self._responders)
 
     @property
     def has_late_ends(self) -> bool:
-        """Whether answers are still to be ended."""
+        """Whether streams are still to be ended."""
         return bool(self._late_ends)
 
     def end_later(self, end: Callable[[], None]) -> None:
-        """End a stream early, when it is safe to.
+        """End a stream early, `LATE_END_S` from now, when it is safe.
 
         Args:
-            end: does so.
+            end: ends it.
         """
         self._late_ends.append(_LateEnd(time.monotonic() + self.LATE_END_S, end))
         self._has_work.set()
 
     def close(self) -> None:
-        """Stop the thread, and end what was still to be ended."""
+        """Stop the thread, and end the remaining streams."""
         self._stop.set()
         self._has_work.set()
         self._thread.join()

@@ -1,7 +1,6 @@
-"""What a response carries: the value of each output, made only where it was asked for.
+"""The outputs of a response; each is made only if it was asked for.
 
-Owns the outputs' values; which outputs there are says `interface`. Must not know senders or
-threads.
+Owns the values of outputs; `interface` has the list of outputs. Must not know senders or threads.
 """
 
 import json
@@ -20,15 +19,15 @@ from charonia.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Answer:
-    """What is new of a request, as its client sees it: a property for each output of the interface.
+    """The new output of a request, with a property for each output of the interface.
 
-    A list is a tensor of its elements, anything else a tensor of one element, and None no tensor
-    at all in this response.
+    A list becomes a tensor of its elements, any other value a tensor of one element, and None no
+    tensor in this response.
 
     Attributes:
-        samples: a chunk of each, in order; empty where nothing of it is new. Without an error, but
-            that it was cancelled.
-        echo: comes in front of each text, as only a whole answer has it.
+        samples: a chunk of each sample, in order; an empty one if the sample has no new output. The
+            only possible error is a cancellation.
+        echo: put in front of each text; empty in streams.
     """
 
     samples: Sequence[Chunk]
@@ -51,7 +50,7 @@ class Answer:
         found = [chunk.cumulative_logprob for chunk in self.samples]
         if all(value is None for value in found):
             return None
-        return [0.0 if value is None else value for value in found]  # of no token
+        return [0.0 if value is None else value for value in found]  # a sample without tokens
 
     @property
     def logprobs(self) -> list[str]:
@@ -64,7 +63,7 @@ class Answer:
 
     @property
     def num_input_tokens(self) -> int | None:
-        # A sample may have no token yet; and all may be cancelled before they are counted.
+        # A sample may have no token yet; all may be cancelled before the prompt is counted.
         return max(chunk.num_prompt_tokens for chunk in self.samples) or None
 
     @property
@@ -81,7 +80,7 @@ class Answer:
         return None if timing is None else json.dumps(timing)
 
     def _named(self, entries: Sequence[TokenLogprobs | None] | None) -> str:
-        """JSON: an object per position, `null` for one that nothing predicts; `null` for none."""
+        """JSON: an object per position, or `null` for the first of a prompt; `null` without any."""
         if entries is None:
             return "null"
         named = [entry and name_logprobs(entry, self.tokenizer) for entry in entries]
@@ -94,7 +93,7 @@ def chunk_outputs(
     """The outputs of one response.
 
     Args:
-        request_key: for who reports the response, where one does.
+        request_key: for the model that reports the response, if any does.
     """
     names = [one.name for one in OUTPUTS if one.name in options.names]
     values = {name: getattr(answer, name) for name in names}

@@ -1,7 +1,7 @@
-"""One live request of the scheduler: what waits to be sent, and whether it may be.
+"""The session of one live request: its unsent chunks, and whether they may be sent.
 
-Owns the chunks of one request between the engine and its client. Must not know threads, but that
-its lock is held, nor other sessions.
+Owns the chunks of one request between the engine and its client. Must not know other sessions, nor
+threads: the caller holds the lock.
 """
 
 import threading
@@ -16,7 +16,7 @@ from charonia.serving.requests.responders import Responder
 
 
 class Reports(Enum):
-    """What is known of who hands a session's responses on."""
+    """State of the reports on a session's responses, from the model that passes them on."""
 
     NONE = "nobody says anything of them"
     EXPECTED = "the first report is counted on, for a time"
@@ -28,15 +28,15 @@ class Session:
     """One live request.
 
     Attributes:
-        name: request id and tenant. num_bytes: of the request as it came.
-        samples: how each stands, as its client knows it.
-        chunks: waiting to be sent; is_queued: the ready queue or a sender thread has the session.
-        is_cancelled: nobody wants it any more; is_abandoned: because its client has gone.
-        cancelled_samples: which of them nobody wants.
-        reports: of its responses. report_due_at: when the first one is counted on no longer, by the
-            monotonic clock; None while nothing waits for it.
-        send_end_at: when its end waits no longer, likewise.
-        num_sent: responses so far; num_delivered: those of them that were handed on.
+        name: request id and tenant. num_bytes: of the request, as received.
+        samples: state of each sample, as its client knows it.
+        chunks: unsent ones. is_queued: whether the ready queue or a sender thread has the session.
+        is_cancelled: whether it was cancelled. is_abandoned: whether its client has disconnected.
+        cancelled_samples: indexes of the cancelled samples.
+        reports: state of the reports. report_due_at: when the wait for the first report times out,
+            by the monotonic clock; None without such a wait.
+        send_end_at: when the wait of its end times out, likewise.
+        num_sent: responses so far. num_delivered: reported ones.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Session:
         self.samples = [Chunk(key, index=index) for index in range(num_samples)]
         self.chunks: list[Chunk] = []
         self._stream_interval = stream_interval
-        self._num_awaited = [1] * num_samples  # tokens of each sample before a response is due
+        self._num_awaited = [1] * num_samples  # tokens of each sample until a response is due
         self._is_due = False
         self.is_queued = False
         self.is_cancelled = False
@@ -74,21 +74,21 @@ class Session:
 
     @property
     def num_under_way(self) -> int:
-        """Responses that were sent and not reported."""
+        """Responses that were sent but not reported."""
         return self.num_sent - self.num_delivered
 
     @property
     def is_named(self) -> bool:
-        """Whether its responses have names, by which another model may report them."""
+        """Whether its responses carry its key, so that another model can report them."""
         is_streaming = self.options.has_key and self.options.is_streaming
         return is_streaming and not self.responder.is_acknowledged
 
     def note_delivered(self, number: int) -> None:
-        """Responses up to this one, counted from 1, were handed on. The caller holds the lock."""
+        """Note a report of responses up to this one, from 1. The caller holds the lock."""
         self.num_delivered = max(min(number, self.num_sent), self.num_delivered)
 
     def take(self, chunk: Chunk) -> None:
-        """Keep a chunk to be sent; nothing follows the last one. The caller holds the lock."""
+        """Add an unsent chunk; chunks after the last one are dropped. The caller holds the lock."""
         if self.chunks and self.chunks[-1].is_final:
             return
         self.chunks.append(chunk)
@@ -97,7 +97,7 @@ class Session:
             self._is_due = True
 
     def give_out(self) -> list[Chunk]:
-        """What waits, for the next response. The caller holds the lock."""
+        """Remove and return all chunks for the next response. The caller holds the lock."""
         chunks, self.chunks = self.chunks, []
         for chunk in chunks:
             if chunk.token_ids:
@@ -107,12 +107,14 @@ class Session:
         return chunks
 
     def may_send(self, max_under_way: int) -> bool:
-        """Whether what waits may go out now. The caller holds the lock."""
+        """Whether the chunks may be sent now. The caller holds the lock."""
         if not self.chunks:
             return False
         if self.chunks[-1].is_final:
             return not self.waits_with_end()
-        if self.chunks[-1].error is not None:  # which all samples have, each in a chunk of its own
+        if (
+            self.chunks[-1].error is not None
+        ):  # each sample has a chunk with it; the last one is final
             return False
         return self.options.is_streaming and self._is_due and not self.is_full(max_under_way)
 
@@ -123,7 +125,7 @@ class Session:
         return self.reports is Reports.LOST or self.num_under_way >= max_under_way
 
     def merged(self, chunks: Sequence[Chunk]) -> list[Chunk]:
-        """One chunk for each sample, of these and what was sent before."""
+        """One chunk for each sample, with the state of those that have none here."""
         merged = []
         for index, sample in enumerate(self.samples):
             own = [chunk for chunk in chunks if chunk.index == index]
@@ -132,16 +134,16 @@ class Session:
         return merged
 
     def keeps_output(self, error: CharoniaError) -> bool:
-        """Whether its client gets what there is instead of this error."""
+        """Whether its client gets the output so far instead of this error."""
         is_cancelled = isinstance(error, RequestCancelledError)
         return self.options.keeps_cancelled and is_cancelled and not self.is_abandoned
 
     def waits_with_end(self) -> bool:
-        """Whether the last chunk must wait until Triton has done with the responses before it.
+        """Whether the last chunk must wait until Triton has handled the responses before it.
 
-        An ensemble that gets an error while it still hands on may count the request as live for
-        ever. And where these are lost, Triton waits for each in turn and then ends the request by
-        itself: until then anything more would but lengthen the row.
+        An ensemble that gets an error while a step still passes on responses may keep the request
+        live for ever. If responses are lost, Triton waits for each in turn and then ends the
+        request by itself; another response would only prolong that.
         """
         if not self.chunks or not self.chunks[-1].is_final:
             return False

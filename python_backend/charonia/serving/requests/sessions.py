@@ -1,27 +1,25 @@
-"""Live requests: from the engine's chunks to responses, each request's in order.
+"""Live requests: turns the engine's chunks into responses, in the order of each request.
 
-Owns the sender threads and what waits for them. Must not know how chunks come about.
+Owns the sender threads and their queue. Must not know how chunks are computed.
 
     engine's thread ──sink──► session.chunks ──► ready queue ──► sender threads ──► responder
                               (piles up while                    (one at a time
                                a send is under way)               per session)
 
-A send is a blocking round trip, so whatever piled up for a request while one was under way goes
-out as one response. A stream's responses may be held until `stream_interval` tokens of a sample
-have gathered; the first token and the end of a sample are never held, nor is an error. A session
-that does not stream waits for its last chunk.
+A send is a blocking round trip. Chunks that gather during a send go out as one response. A stream's
+responses may be held until `stream_interval` tokens of a sample have gathered; first tokens, ends
+and errors are never held. A session that does not stream waits for its last chunk.
 
-Where another model hands responses on, a send says nothing of that: Triton takes any number and
-keeps them for that model. If that reports what it has handed on, a session has a few responses at
-most on that way, but for the last one, and the rest piles up here. Otherwise a model that is slower
-than the engine would delay every request by all that it has not done yet, and one that stands still
-would hold up much: Triton 2.51.0 takes `LOST_RESPONSE_S` for each response that a lost process was
-to have, one after the other. The few are `MAX_UNDER_WAY`, or a session's share of
-`SHARED_UNDER_WAY` where there are many, but one at least. Each response has its number, and a
-report names one: so whatever words were lost, the next one makes up for all of them.
+If another model passes responses on, a send does not show its progress: Triton takes any number of
+responses and keeps them for that model. If the model reports what it has passed on, each session
+has only a few responses under way, beside the last one, and other chunks gather here. Without this
+limit a slow model would delay every request by its backlog. A process that is lost would be worse:
+Triton 2.51.0 takes `LOST_RESPONSE_S` for each response to it, one after the other. The limit is
+`MAX_UNDER_WAY`, or with many sessions a share of `SHARED_UNDER_WAY`, at least one. Responses are
+numbered and a report names the last one, so a lost report is made good by the next.
 
-What piles up is bounded by `max_tokens`, one small chunk per token; how many requests there may be,
-and of how many bytes as they came, is the quota's.
+The chunks of a request are bounded by `max_tokens`: one small chunk per token. The quota bounds the
+number of requests and their bytes.
 """
 
 import contextlib
@@ -53,17 +51,17 @@ MAX_UNDER_WAY = 4
 SHARED_UNDER_WAY = 8
 CLOSE_WAIT_S = 1.0
 MAX_ERROR_WAIT_S = 2.0
-"""For so long an error waits for reports, which nobody may send."""
+"""Longest wait of an error for reports, in seconds."""
 FIRST_REPORT_S = 5.0
-"""For so long a session waits for its first report, which nobody may send; a process that was
-stopped is lost by then."""
+"""Longest wait of a session for its first report, in seconds. A process that was stopped counts as
+lost by then."""
 LOST_RESPONSE_S = 1.0
-"""What Triton takes to find that there is no process for a response."""
+"""Time that Triton takes for a response to a lost process, in seconds."""
 _LOOK_S = 0.25
 
 
 class _Timer:
-    """Keys of sessions, each for the time when that one is to be looked at again."""
+    """Keys of sessions, each with the time when to look at it again."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[float, str]] = []  # a heap
@@ -74,7 +72,7 @@ class _Timer:
             heapq.heappush(self._waiting, (at, key))
 
     def take(self) -> str | None:
-        """One whose time has come; it is taken once."""
+        """Remove and return a key whose time has come, or None."""
         with self._lock:
             if self._waiting and self._waiting[0][0] <= time.monotonic():
                 return heapq.heappop(self._waiting)[1]
@@ -82,14 +80,14 @@ class _Timer:
 
 
 class ChunkSource(Protocol):
-    """Where chunks come from."""
+    """The source of chunks."""
 
     def cancel(self, key: str) -> None:
-        """End a request; its last chunk says so. Nothing happens when it is not there."""
+        """Cancel a request; its last chunk says so. A request that is not live is ignored."""
         ...
 
     def cancel_samples(self, key: str, indexes: Collection[int]) -> None:
-        """End samples of a request, likewise."""
+        """Cancel samples of a request, likewise."""
         ...
 
 
@@ -97,10 +95,10 @@ class Sessions:
     """All live requests of the scheduler's process.
 
     Args:
-        quota: what all of them may hold.
-        source: told of a request, or a sample, that nobody wants any more; perhaps more than once.
+        quota: limits of all of them.
+        source: told of cancelled requests and samples, perhaps more than once.
         log: takes one line, from any thread.
-        stream_interval: tokens of a sample that are gathered for a response, after its first.
+        stream_interval: tokens of a sample that are gathered for each response after its first.
     """
 
     def __init__(
@@ -120,7 +118,7 @@ class Sessions:
         self._log = log
         self._live = LiveSessions()
         self._has_reporter = False
-        self._lost_until = 0.0  # Triton is busy with what was lost, by the monotonic clock
+        self._lost_until = 0.0  # Triton handles lost responses until then, by the monotonic clock
         self._is_closing = False
         self._ready: SimpleQueue[Session | None] = SimpleQueue()
         self._timer = _Timer()
@@ -144,15 +142,15 @@ class Sessions:
         num_bytes: int = 0,
         num_samples: int = 1,
     ) -> Callable[[Chunk], None]:
-        """Take a request in; returns the sink for its chunks, which never blocks.
+        """Open a session; returns the sink for its chunks, which never blocks.
 
         Args:
-            num_samples: of which its client gets the chunks.
-            echo: gives the prompt's text, where that is prepended.
+            num_samples: samples that the client gets.
+            echo: returns the prompt's text, if it is prepended.
 
         Raises:
             InvalidRequestError: there is a live request with this key.
-            QueueFullError: there are too many, or they hold too much.
+            QueueFullError: there are too many requests, or too many bytes.
         """
         self._quota.take(num_bytes)
         name = request_id, tenant
@@ -172,25 +170,25 @@ class Sessions:
 
     @property
     def num_live(self) -> int:
-        """Requests whose client has not got its last response, or has it on its way."""
+        """Number of requests whose last response is not sent."""
         return len(self._live)
 
     @property
     def has_polled(self) -> bool:
-        """Whether clients are live that came by Triton itself and not through a proxy."""
+        """Whether there are live requests that came from Triton and not through a proxy."""
         return self._poller.has_responders
 
     def drop(self, key: str) -> None:
-        """Forget a request that got no further than `open`; nothing is sent."""
+        """Remove a request that failed right after `open`; nothing is sent."""
         self._end(key)
 
     def find(self, request_id: str, tenant: str) -> list[str]:
-        """Keys of the live requests that a client of this tenant gave this id."""
+        """Keys of the live requests with this id and tenant."""
         name = (request_id, tenant)
         return [one.key for one in self._live.all() if one.name == name]
 
     def cancel(self, key: str) -> None:
-        """End a request at its client's wish; nothing happens when it is not live."""
+        """Cancel a request for its client; a request that is not live is ignored."""
         session = self._live.get(key)
         if session is None:
             return
@@ -200,7 +198,7 @@ class Sessions:
             self._source.cancel(key)
 
     def cancel_samples(self, key: str, indexes: Collection[int]) -> None:
-        """End samples of a request at its client's wish; those it has not are passed over."""
+        """Cancel samples of a request for its client; samples that it lacks are ignored."""
         session = self._live.get(key)
         if session is None:
             return
@@ -212,24 +210,24 @@ class Sessions:
             self._source.cancel_samples(key, news)
 
     def cancelled_samples(self, key: str) -> frozenset[int]:
-        """Which samples of a live request were to be ended."""
+        """The cancelled samples of a live request."""
         session = self._live.get(key)
         return frozenset() if session is None else session.cancelled_samples
 
     def is_cancelled(self, key: str) -> bool:
-        """Whether a live request was to be ended."""
+        """Whether a live request was cancelled."""
         session = self._live.get(key)
         return session is not None and session.is_cancelled
 
     def abandon(self, key: str) -> None:
-        """End a request whose client has gone; nothing happens when it is not live."""
+        """Cancel a request whose client has disconnected; one that is not live is ignored."""
         session = self._live.get(key)
         if session is not None:
             session.is_abandoned = True
             self.cancel(key)
 
     def acknowledge(self, key: str, number: int) -> None:
-        """So many responses of this request have been taken by whoever passes them on."""
+        """Note that a proxy has passed on this many responses of a request."""
         session = self._live.get(key)
         if session is not None:
             with session.lock:
@@ -237,40 +235,43 @@ class Sessions:
                 self._queue(session)
 
     def report(self, key: str, number: int) -> None:
-        """All responses of this request up to one, counted from 1, have been handed on."""
+        """Note that responses of a request up to this one, counted from 1, were passed on."""
         self._has_reporter = not self._is_closing
         session = self._live.get(key)
         if session is not None:
             with session.lock:
                 session.note_delivered(number)
                 if not self._is_closing:
-                    if session.reports is not Reports.COMING:  # nothing of it is lost, then
+                    if session.reports is not Reports.COMING:  # so nothing of it was lost
                         session.send_end_at = None
                     session.reports, session.report_due_at = Reports.COMING, None
                 self._queue(session)
 
     def stop_reports(self, is_lost: bool = False) -> None:
-        """Nobody reports any more, or not until the next report.
+        """Stop waiting for reports, at least until the next one.
 
         Args:
-            is_lost: what was under way never arrives. Triton ends such requests with an error, as
-                soon as it has come to that; so no more is laid behind it. The others wait for their
-                first report again, from a successor.
+            is_lost: responses under way are lost. Triton ends such requests with an error in its
+                own time, so nothing more is sent for them before that. The other requests wait for
+                their first report again, from a new process.
         """
         self._has_reporter = is_lost
         live = [one for one in self._live.named() if one.reports is not Reports.NONE]
         if is_lost:
             num_lost = sum(one.num_under_way for one in live if one.reports is not Reports.LOST)
-            # Last responses that were under way, too, are not known here any more.
+            # Last responses that were under way are not counted: their sessions have ended.
             self._lost_until = max(self._lost_until, time.monotonic()) + num_lost * LOST_RESPONSE_S
         for session in live:
             with session.lock:
-                if session.reports not in (Reports.LOST, Reports.NONE):  # `close` may let go of it
+                if session.reports not in (
+                    Reports.LOST,
+                    Reports.NONE,
+                ):  # `close` may have changed it
                     self._stop_reports_of(session, is_lost)
                 self._queue(session)
 
     def _stop_reports_of(self, session: Session, is_lost: bool) -> None:
-        """The caller holds its lock."""
+        """Stop the reports of one session. The caller holds its lock."""
         session.report_due_at = None
         if not is_lost:
             session.reports = Reports.NONE
@@ -281,12 +282,12 @@ class Sessions:
             self._timer.add(session.send_end_at, session.key)
 
     def close(self) -> None:
-        """End what is still live with an error, and stop the threads."""
+        """End the live requests with an error, and stop the threads."""
         for session in self._live.all():
             self._take(session, Chunk(session.key, error=ShuttingDownError()))
         self._wait_over(CLOSE_WAIT_S)
         self._is_closing = True
-        for session in self._live.all():  # who waits for a report no longer does
+        for session in self._live.all():  # none waits for reports any more
             with session.lock:
                 session.reports = Reports.NONE
                 self._queue(session)
@@ -294,13 +295,13 @@ class Sessions:
             self._ready.put(None)
         for thread in self._threads:
             thread.join()
-        # What a thread put back behind the marks that ended them.
+        # Send sessions that threads have queued behind their end marks.
         self._ready.put(None)
         self._run()
         self._poller.close()
 
     def _wait_over(self, timeout: float) -> None:
-        """Wait until all have ended, at most for so many seconds."""
+        """Wait until all sessions have ended, for at most `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while (len(self._live) or self._poller.has_late_ends) and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -311,7 +312,7 @@ class Sessions:
             self._queue(session)
 
     def _queue(self, session: Session) -> None:
-        """Have a sender thread take the session, if it may send. The caller holds its lock."""
+        """Queue a session for the sender threads if it may send. The caller holds its lock."""
         if session.is_queued or self._live.get(session.key) is not session:
             return
         max_under_way = self._max_under_way(session)
@@ -327,13 +328,13 @@ class Sessions:
 
     def _await_report(self, session: Session) -> None:
         if session.report_due_at is None:
-            # A successor may have to wait until Triton has done with what was lost.
+            # A new process may have to wait until Triton has handled the lost responses.
             session.report_due_at = max(time.monotonic(), self._lost_until) + FIRST_REPORT_S
             self._timer.add(session.report_due_at, session.key)
 
     def _max_under_way(self, session: Session) -> int:
-        """Responses of one session, of which not more may wait for a report."""
-        if session.responder.is_acknowledged:  # they wait in a socket, and not in Triton
+        """Most responses of one session that may wait for a report."""
+        if session.responder.is_acknowledged:  # they wait in a socket, not in Triton
             return MAX_UNDER_WAY
         share = SHARED_UNDER_WAY // max(self._live.num_named, 1)
         return max(1, min(share, MAX_UNDER_WAY))
@@ -356,7 +357,7 @@ class Sessions:
                 self._queue(session)
 
     def _next(self) -> Session | None:
-        """Wait for a session that may send, and see to it that none waits for ever."""
+        """Wait for a session that may send; handle sessions whose wait is over."""
         while True:
             while (key := self._timer.take()) is not None:
                 self._look_again(key)
@@ -391,13 +392,15 @@ class Sessions:
                     return
             self._end(session.key)
             is_postponed = session.is_abandoned or is_mid_stream
-            if is_postponed and not session.responder.is_acknowledged:  # a proxy does that itself
+            if (
+                is_postponed and not session.responder.is_acknowledged
+            ):  # a proxy postpones by itself
                 self._poller.end_later(partial(fail, session.responder, last.error, self._log))
             else:
                 session.responder.fail(last.error)
 
     def _put_back(self, session: Session, error: Chunk) -> bool:
-        """Keep an error if it has to wait; returns whether it does."""
+        """Put an error back if it must wait; return whether it must."""
         with session.lock:
             session.chunks = [error]
             if not session.waits_with_end():
@@ -419,7 +422,7 @@ class Sessions:
             self._quota.give_back(session.num_bytes)
 
     def _give_up(self, session: Session) -> None:
-        """Cancel a request whose response could not be made or sent, and tell the client."""
+        """Cancel a request whose response could not be made or sent; send an internal error."""
         self._source.cancel(session.key)
         self._end(session.key)
         fail(session.responder, CharoniaError(INTERNAL_ERROR), self._log)

@@ -1,7 +1,7 @@
-"""Triton's tensors and errors to plain Python values, and back.
+"""Converts Triton's tensors and errors to plain Python values, and back.
 
-Owns copying inputs out of shared memory, and building responses. Must not know what the values
-mean: that is `schema`'s.
+Owns the copying of inputs out of shared memory, and the building of responses. Must not know the
+meaning of values; `schema` does.
 """
 
 import json
@@ -18,16 +18,16 @@ _TYPES = {one.name: NUMPY_TYPES[one.datatype] for model in MODELS.values() for o
 MAX_REQUEST_BYTES = 2**26
 MAX_PARAMETER_BYTES = 2**20
 MAX_ID_BYTES = 1024
-"""Of a request; each more than anybody needs."""
+"""Limits of a request, far beyond any real use."""
 INTERNAL_ERROR = "internal error; the server's log has the details"
 
 
 def read_request(request: Any) -> RawRequest:
-    """Copy everything out of a `pb_utils.InferenceRequest`, if it is not far too large.
+    """Copy all data out of a `pb_utils.InferenceRequest`.
 
     Raises:
-        InvalidRequestError: it is; or its parameters are not a JSON object, or a name or value of
-            its own is not UTF-8.
+        InvalidRequestError: it is far too large, its parameters are not a JSON object, or its id or
+            a parameter is not UTF-8.
     """
     try:
         return _read_request(request)
@@ -61,7 +61,7 @@ def _read_request(request: Any) -> RawRequest:
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Raises InvalidRequestError: a name is there twice, and it is not known which value counts."""
+    """Raises InvalidRequestError: a name occurs twice, so that its value is ambiguous."""
     names = dict(pairs)
     if len(names) < len(pairs):
         given = [name for name, _ in pairs]
@@ -103,6 +103,6 @@ def error_response(pb_utils: Any, error: CharoniaError) -> Any:
 
 
 def refuse_all(pb_utils: Any, requests: list[Any]) -> list[Any]:
-    """Answers of a model that only other models speak to, and not through Triton."""
+    """Refuse requests to a model that only other models use, and not through Triton."""
     refusal = NotSupportedError("this model takes no requests; send them to the scheduler")
     return [error_response(pb_utils, refusal) for _ in requests]

@@ -1,13 +1,13 @@
-"""Long prompts to token ids, in threads of their own.
+"""Tokenizes long prompts, in threads of their own.
 
-Owns the queue of prompts that wait for that, and their ends while they do: by cancellation, or when
-their time is over. Must not know what the ids are, nor what becomes of them.
+Owns the queue of prompts, and their ends while they wait: by cancellation or timeout. Must not know
+how ids are made or used.
 
     any thread ─submit─► queue ─► tokenizing thread ─► done(ids)
                            └──── cancelled, expired or closed ─► done(error)
 
-The library takes 0.3 to 0.5 s per MB and releases the interpreter's lock meanwhile. A prompt that
-is being tokenized cannot be stopped: its request is answered at once, and its ids are dropped.
+The library takes 0.3 to 0.5 s per MB and releases the GIL meanwhile. It cannot be stopped within a
+prompt: if the request ends, it is answered at once, and the ids are dropped later.
 """
 
 import threading
@@ -28,9 +28,9 @@ from charonia.serving.requests.quota import Quota
 from charonia.serving.requests.tensors import INTERNAL_ERROR
 
 INLINE_CHARACTERS = 4096
-"""Text of no more takes less time than handing it to another thread is worth."""
+"""Longest text that is tokenized at once: a handover to a thread would cost more."""
 CLOSE_WAIT_S = 0.1
-"""For so long a thread is waited for, which may be inside the library for many seconds."""
+"""Longest wait for a thread, in seconds: it may be in the library for many seconds."""
 _LOOK_S = 0.05
 T = TypeVar("T")
 
@@ -41,10 +41,10 @@ class Prompt(Generic[T]):
 
     Attributes:
         key: of its request. encode: makes the ids. num_bytes: of the text.
-        expires_at: when its request's time is over, on the monotonic clock.
-        is_until_start: whether its `timeout` is over then; else its `deadline_ms`.
-        done: called once, with the ids or why there are none; must return quickly and not raise.
-        tenant: whose it is, where that is known.
+        expires_at: when its request times out, on the monotonic clock.
+        is_until_start: whether that is its `timeout`; else its `deadline_ms`.
+        done: called once, with the ids or an error; must return quickly and not raise.
+        tenant: of its request, if known.
     """
 
     key: str
@@ -60,18 +60,18 @@ class Tokenizing:
     """Threads that tokenize.
 
     Args:
-        quota: how much may wait. log: takes one line, from any thread.
+        quota: limits of the waiting prompts. log: takes one line, from any thread.
     """
 
     def __init__(self, num_threads: int, quota: Quota, *, log: Callable[[str], None]) -> None:
         self._quota = quota
         self._log = log
         self._queue: deque[Prompt[Any]] = deque()
-        self._live: dict[str, Prompt[Any]] = {}  # whose `done` was not called
+        self._live: dict[str, Prompt[Any]] = {}  # `done` was not called yet
         self._num_of: Counter[str] = Counter()  # of these, by tenant
         self._is_closing = False
-        # Held while `done` is called: so that whoever finds a request no longer here finds it
-        # where `done` brings it.
+        # Held while `done` is called, so a request that is no longer here is already where `done`
+        # puts it.
         self._wake = threading.Condition(threading.RLock())
         self._threads = [
             threading.Thread(target=self._run, name=f"charonia-tokenizing-{index}", daemon=True)
@@ -87,7 +87,7 @@ class Tokenizing:
         """Have a prompt tokenized.
 
         Raises:
-            QueueFullError: too many wait. ShuttingDownError: there will be no ids any more.
+            QueueFullError: too many wait. ShuttingDownError: the threads are stopped.
         """
         with self._wake:
             if self._is_closing:
@@ -99,15 +99,15 @@ class Tokenizing:
             self._wake.notify_all()
 
     def num_of(self, tenant: str) -> int:
-        """How many prompts of a tenant are here."""
+        """Number of prompts of a tenant that wait or are being tokenized."""
         return self._num_of[tenant]
 
     def cancel(self, key: str) -> bool:
-        """End a request at its client's wish; whether it was here."""
+        """Cancel a request for its client; return whether it was here."""
         return self._end(key, RequestCancelledError("the request was cancelled"))
 
     def close(self) -> None:
-        """End all that wait, and stop the threads; one that tokenizes ends when it can."""
+        """End all prompts with an error and stop the threads; a busy one ends after its prompt."""
         with self._wake:
             self._is_closing = True
             self._wake.notify_all()
@@ -128,7 +128,7 @@ class Tokenizing:
             if is_waiting:
                 self._queue.remove(prompt)
             prompt.done(outcome)
-            if is_waiting:  # else the thread that has it gives it back
+            if is_waiting:  # else its thread gives it back
                 self._quota.give_back(prompt.num_bytes)
         return True
 
@@ -142,8 +142,8 @@ class Tokenizing:
                 prompt = self._queue.popleft()
             outcome = self._outcome_of(prompt)
             self._end(prompt.key, outcome)
-            self._quota.give_back(prompt.num_bytes)  # it counts until it is answered
-            del prompt, outcome  # not to be kept while nothing comes
+            self._quota.give_back(prompt.num_bytes)  # it counts until its thread is done
+            del prompt, outcome  # free them while the thread waits
 
     def _outcome_of(self, prompt: Prompt[T]) -> T | CharoniaError:
         try:

@@ -1,6 +1,5 @@
-"""TensorRT-LLM's convention over the same scheduler: models that its clients know.
+"""TensorRT-LLM's convention for the same scheduler: the models that its clients know.
 
-The models are proxies and hold no state of their own: `facade` turns their requests into the
-scheduler's and its answers into theirs, `text` is what goes around `tensorrt_llm` where clients
-tokenize in models of their own. Which tensors there are says `tables`.
+The models are proxies without state. `facade` translates requests and answers. `text` has the
+models that tokenize and detokenize around `tensorrt_llm`. `tables` lists the tensors.
 """

@@ -1,6 +1,6 @@
-"""Answers of the scheduler to TensorRT-LLM's.
+"""Translates the scheduler's answers to TensorRT-LLM's.
 
-Owns what the convention's outputs are, see `tables`. Must not know requests.
+Owns the values of the convention's outputs, see `tables`. Must not know requests.
 """
 
 import json
@@ -39,8 +39,8 @@ class Output:
     """An output of the convention.
 
     Attributes:
-        source: of the scheduler's outputs. make: what it is of that.
-        flag: the input that asks for it, where there is one.
+        source: the scheduler's output. make: converts that.
+        flag: the input that asks for it, if there is one.
     """
 
     source: str
@@ -61,7 +61,7 @@ OUTPUTS: Mapping[str, Output] = {
 
 @dataclass(frozen=True)
 class End:
-    """A token that ends an answer. `text` is how it shows in it, empty where it does not."""
+    """A token that ends an answer. `text`: its text in the answer; empty if it is not shown."""
 
     token_id: int
     text: str
@@ -84,12 +84,12 @@ class End:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the answers to one request carry.
+    """Makes the answers to one request.
 
     Attributes:
-        outputs: by name. indexes: of the request in its batch, the same in every answer.
-        prompt_ids: come in front of the tokens.
-        end: what ends an answer and is no part of it; None where that is for the checkpoint to say.
+        outputs: by name. indexes: of the request in its batch, equal in every answer.
+        prompt_ids: prepended to the tokens.
+        end: end token, which is removed from answers; None for the checkpoint's own.
     """
 
     outputs: Mapping[str, Output]
@@ -113,6 +113,6 @@ class Answer:
         made = {
             name: one.make(outputs[one.source])
             for name, one in self.outputs.items()
-            if one.source in outputs  # of no token there is no log-probability
+            if one.source in outputs  # there is no log-probability without a token
         }
         return made | {name: _int32([index]) for name, index in self.indexes.items()}

@@ -1,9 +1,9 @@
-"""Requests of TensorRT-LLM's convention to the scheduler's.
+"""Translates requests of TensorRT-LLM's convention to the scheduler's.
 
-Owns what the convention's inputs mean, see `tables`. Must not know connections or senders.
+Owns the meaning of the convention's inputs, see `tables`. Must not know connections or senders.
 
-A batch of B requests with n sequences each is B·n requests to the scheduler, which answers each for
-itself. Everything about sampling is said, so the checkpoint's own defaults do not count.
+A batch of B requests with n sequences each becomes B·n requests to the scheduler, which answers
+each separately. All sampling parameters are set, so the checkpoint's defaults do not count.
 """
 
 import json
@@ -45,9 +45,9 @@ BATCH_NEEDS_DECOUPLED = (
 )
 STOP_NEEDS_ID = "Trying to stop a request but request ID is not provided"
 _NAME = re.compile(r"^\w+|\b\w+_\w+\b")
-"""In the text of an error: what it begins with, and what is no word of English."""
+"""Names in the text of an error: its first word, and words with an underscore."""
 _COUNTED = (*OF_REQUESTS, "timeout")
-"""Parameters of a request that count; TensorRT-LLM has none, and its clients send any."""
+"""Parameters of a request that are used; clients of TensorRT-LLM may send others."""
 _MAX_KEPT = 2**16
 """Characters of parameters that may be headers, which go with each sequence of a batch."""
 _LIMITS = PromptLimits()
@@ -60,8 +60,8 @@ class _Request:
     """A request for text.
 
     Args:
-        called: the convention's names of what errors speak of.
-        place: which of the batch it is, of how many.
+        called: the convention's names for names in the scheduler's errors.
+        place: its index in the batch, and the size of the batch.
     """
 
     def __init__(self, answer: Answer, called: Mapping[str, str], place: tuple[int, int]) -> None:
@@ -73,7 +73,7 @@ class _Request:
         return self._answer.make(outputs)
 
     def failure(self, error: CharoniaError) -> CharoniaError | None:
-        """The same in the convention's names; a request that is stopped just ends."""
+        """The error in the convention's names; None for a stopped request, which just ends."""
         if isinstance(error, RequestCancelledError):
             return None
         if not error.has_suffix:
@@ -150,7 +150,7 @@ class Facade(ABC):
 
     @abstractmethod
     def _sampling(self, row: Row) -> dict[str, Any]:
-        """The sampling parameters that only this model's tensors say."""
+        """The sampling parameters that come from this model's own tensors."""
 
     def _num_sequences(self, row: Row) -> int:
         num: int = row.one("num_return_sequences", 1)
@@ -173,7 +173,7 @@ class Facade(ABC):
     def _requests(
         self, raw: RawRequest, row: Row, place: tuple[int, int]
     ) -> Iterator[tuple[RawRequest, Part]]:
-        """A request for each sequence of one row, which has this place in a batch of so many."""
+        """The requests of one row, one for each sequence. `place`: index and size of the batch."""
         is_streaming = bool(row.one(self.stream_input, False))
         has_prompt = not (is_streaming or row.one("exclude_input_in_output", False))
         outputs = {
@@ -220,7 +220,7 @@ class Facade(ABC):
         return End(end_id, self._tokenizer.token_text(end_id) if is_shown else "")
 
     def _all_sampling(self, row: Row) -> dict[str, Any]:
-        """All sampling parameters but the seed."""
+        """All sampling parameters except the seed."""
         values: dict[str, Any] = {
             "repetition_penalty": row.one("repetition_penalty", 1.0),
             "presence_penalty": row.one("presence_penalty", 0.0),
@@ -243,8 +243,8 @@ class Facade(ABC):
     def _stops(self, name: str, words: Sequence[tuple[str, list[int]]]) -> dict[str, Any]:
         """Sampling parameters for words that end a text.
 
-        A special token does not show in the text, nor does a part of a character: they are found
-        by their ids.
+        Special tokens and parts of characters are not visible in the text, so they are matched by
+        id.
 
         Args:
             words: each as text, and its tokens.
@@ -263,7 +263,7 @@ class Facade(ABC):
         return stops
 
     def _is_text(self, text: str, ids: list[int]) -> bool:
-        """Whether these tokens can be found in a text by theirs."""
+        """Whether these tokens can be matched in an answer by their text."""
         is_special = not self._tokenizer.special_ids.isdisjoint(ids)
         return bool(text) and not is_special and "\ufffd" not in text
 
@@ -294,7 +294,7 @@ class TextFacade(Facade):
 
 
 class TokenFacade(Facade):
-    """`tensorrt_llm`: tokens in, tokens out. Without `end_id` only its length ends an answer."""
+    """`tensorrt_llm`: tokens in, tokens out. Without `end_id` an answer ends by length only."""
 
     stream_input = "streaming"
 
@@ -355,7 +355,7 @@ class TokenFacade(Facade):
 
 
 def _choice(row: Row, top_k: int | None, top_p: float | None) -> dict[str, Any]:
-    """How a token is chosen: without a limit the likeliest is taken, as TensorRT-LLM does."""
+    """Sampling parameters of the choice: greedy without `top_k` and `top_p`, as TensorRT-LLM."""
     is_greedy = top_k == 1 or not (top_k or top_p)
     temperature = row.one("temperature", 1.0)
     return {
@@ -366,13 +366,13 @@ def _choice(row: Row, top_k: int | None, top_p: float | None) -> dict[str, Any]:
 
 
 def _in_batch(error: CharoniaError, place: tuple[int, int]) -> CharoniaError:
-    """The same error, which says which request of a batch it is about."""
+    """The same error, with the index of the request in its batch."""
     index, num = place
     return error if num == 1 else error_of(f"request {index} of the batch: {error}", error.kind)
 
 
 def _kept(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that count, and texts: the scheduler knows which of these is a header that does.
+    """The parameters that are used, and texts, which may be headers; the scheduler knows which.
 
     Raises:
         InvalidRequestError: they are too long.

@@ -1,7 +1,7 @@
-"""What a request asks the cache to keep: TensorRT-LLM's ranges as `cache_priority`.
+"""KV cache retention: TensorRT-LLM's ranges as `cache_priority`.
 
-Owns what these inputs mean. There, ranges are of the prompt alone, and what is generated has a
-priority of its own.
+Owns the meaning of these inputs. TensorRT-LLM's ranges are of the prompt only; generated tokens
+have a priority of their own.
 """
 
 from typing import Any
@@ -21,10 +21,10 @@ _DURATIONS = "retention_token_range_durations_ms"
 
 
 def retention_of(row: Row, num_prompt: int) -> dict[str, Any]:
-    """Sampling parameters for it; none where a request asks for nothing.
+    """The sampling parameters of a request's retention; empty without any.
 
     Raises:
-        InvalidRequestError: there are not as many of one input as of the others, or too many.
+        InvalidRequestError: the inputs have different lengths, or too many values.
     """
     starts = _values(row, _STARTS)
     columns = [starts]

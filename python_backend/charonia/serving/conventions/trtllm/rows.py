@@ -1,6 +1,6 @@
-"""A request of TensorRT-LLM's convention as the requests of its batch.
+"""Splits a request of TensorRT-LLM's convention into the requests of its batch.
 
-Owns the batch dimension, what is refused by name, and word lists. Must not know sampling.
+Owns the batch dimension, the refusal of inputs by name, and word lists. Must not know sampling.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,21 +14,21 @@ from charonia.serving.conventions.trtllm.tables import FacadeTensors, Refused
 from charonia.serving.requests.raw_request import NUMPY_TYPES, Array, RawRequest
 
 PADDING = -1
-"""In a word list, behind the last word's end."""
+"""Follows the last end in a word list."""
 
 
 class Row:
     """One request of a batch.
 
     Args:
-        tensors: the inputs that came, without the batch dimension.
+        tensors: the inputs that are present, without the batch dimension.
     """
 
     def __init__(self, tensors: Mapping[str, Array]) -> None:
         self.tensors = tensors
 
     def one(self, name: str, default: Any = None) -> Any:
-        """The element of an input of one element."""
+        """The value of an input with one element."""
         array = self.tensors.get(name)
         if array is None:
             return default
@@ -37,7 +37,7 @@ class Row:
         return array.item()
 
     def require(self, name: str) -> Any:
-        """The same, of an input that there must be."""
+        """The same for a required input."""
         value = self.one(name)
         if value is None:
             raise InvalidRequestError(f"{name} is not present in the request")
@@ -48,7 +48,7 @@ class Row:
         return decoded(name, self.require(name))
 
     def texts(self, name: str) -> list[str]:
-        """The texts of an input that are not empty."""
+        """The non-empty texts of an input."""
         return [text for text in self.all_texts(name) if text]
 
     def all_texts(self, name: str) -> list[str]:
@@ -57,10 +57,10 @@ class Row:
         return [decoded(name, value) for value in array.ravel()]
 
     def word_list(self, name: str) -> list[list[int]]:
-        """The words of an input in `pack_words`' form.
+        """The words of an input in the format of `pack_words`.
 
         Raises:
-            InvalidRequestError: it is none.
+            InvalidRequestError: it has another format.
         """
         array = self.tensors.get(name)
         if array is None or not array.size:
@@ -85,10 +85,10 @@ class Row:
 
 
 def pack_words(words: Sequence[Sequence[int]]) -> Array:
-    """Words as TensorRT-LLM has them.
+    """Words in TensorRT-LLM's format.
 
     Returns:
-        [2, n] int32, n being all words' tokens: these, and where each word ends, then `PADDING`.
+        [2, n] int32 for n tokens in all: the tokens; the end of each word, then `PADDING`.
     """
     ids = [id_ for word in words for id_ in word]
     packed = np.full((2, len(ids)), PADDING, dtype=np.int32)
@@ -106,12 +106,12 @@ def pad(rows: Sequence[Sequence[Any]], dtype: type, padding: Any) -> Array:
 
 
 def rows_of(raw: RawRequest, tensors: FacadeTensors) -> list[Row]:
-    """The requests of a batch, one at least.
+    """The requests of a batch, at least one.
 
     Raises:
         InvalidRequestError: a tensor has another type or number of dimensions than the model's, or
             not all have the same batch.
-        NotSupportedError: they ask for what charonia does not do.
+        NotSupportedError: they ask for a feature that charonia does not have.
     """
     known = {one.name: one for one in tensors.inputs}
     sizes = {}

@@ -1,8 +1,8 @@
-"""The tensors of TensorRT-LLM's convention in tables, as `interface` has charonia's own.
+"""The tensors of TensorRT-LLM's convention, as `interface` has charonia's own.
 
 The names, types and dimensions are those of tensorrtllm_backend r24.10 and r25.03
-(all_models/inflight_batcher_llm). Dimensions are without that of the batch, which comes first.
-Must not know values.
+(all_models/inflight_batcher_llm). The batch dimension, which comes first, is left out. Must not
+know values.
 """
 
 from collections.abc import Mapping
@@ -12,17 +12,17 @@ from typing import Any
 from charonia.serving.conventions.interface import ANY, ONE, ModelTensors, Tensor
 
 MAX_BATCH_SIZE = 64
-"""Of the models: requests in one."""
+"""Largest batch of the models."""
 _TABLE = (-1, -1)
 _WORD_LIST = (2, -1)
 
 
 @dataclass(frozen=True)
 class Refused(Tensor):
-    """An input of the convention for what charonia does not do.
+    """An input of the convention for a feature that charonia does not have.
 
     Attributes:
-        neutral: values that ask for nothing, and are accepted; so is a tensor without elements.
+        neutral: values that are accepted because they have no effect; empty tensors are, too.
     """
 
     neutral: tuple[Any, ...] = ()
@@ -30,28 +30,28 @@ class Refused(Tensor):
 
 @dataclass(frozen=True)
 class FacadeTensors(ModelTensors):
-    """What a model of the convention takes and gives.
+    """The inputs and outputs of a model of the convention.
 
     Attributes:
-        called: the model's names of what the scheduler's errors call otherwise.
+        called: the model's names for names in the scheduler's errors.
     """
 
     called: Mapping[str, str]
 
     @property
     def accepted(self) -> tuple[Tensor, ...]:
-        """The inputs that mean something, or are known to mean nothing."""
+        """The inputs that are used or ignored."""
         return tuple(one for one in self.inputs if not isinstance(one, Refused))
 
     @property
     def refused(self) -> tuple[Refused, ...]:
-        """The inputs that are there to be refused."""
+        """The inputs that are refused."""
         return tuple(one for one in self.inputs if isinstance(one, Refused))
 
 
-_NO_BEAMS = "without effect: of beam search alone"
-_NO_DECODER = "without effect: of models with an encoder alone"
-_NO_DECAY = "without effect: of a `runtime_top_p_decay` alone"
+_NO_BEAMS = "without effect: for beam search only"
+_NO_DECODER = "without effect: for models with an encoder only"
+_NO_DECAY = "without effect: for `runtime_top_p_decay` only"
 _SAMPLING = (
     Tensor("pad_id", "INT32", ONE, "without effect: nothing is padded"),
     Tensor("temperature", "FP32", ONE, "default 1"),
@@ -63,7 +63,7 @@ _SAMPLING = (
         "random_seed",
         "UINT64",
         ONE,
-        "default 0; of several sequences each has the next number",
+        "default 0; each further sequence has the next number",
     ),
     Tensor("num_return_sequences", "INT32", ONE, "answers to each prompt, 1 to 64; default 1"),
     Tensor("return_log_probs", "BOOL", ONE, "adds `cum_log_probs` and `output_log_probs`"),
@@ -73,7 +73,7 @@ _SAMPLING = (
         "exclude_input_in_output",
         "BOOL",
         ONE,
-        "without it what is not streamed begins with the prompt",
+        "by default an answer that is not streamed begins with the prompt",
     ),
 )
 _REFUSED = (

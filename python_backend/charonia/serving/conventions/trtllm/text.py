@@ -1,8 +1,8 @@
 """`preprocessing` and `postprocessing`: text to tokens and back, around `tensorrt_llm`.
 
-Owns what clients get that tokenize in a model of its own. Must not know the scheduler: they hold
-nothing of a request. Postprocessing of a stream's tokens by and by cannot know what came before, so
-it breaks a character whose tokens are in two responses; `ensemble` does not.
+Owns the models for clients that tokenize separately. Must not know the scheduler: these models have
+no state. So `postprocessing` of a stream breaks a character whose tokens are in two responses;
+`ensemble` does not.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,10 +30,10 @@ _LIMITS = PromptLimits()
 
 
 class TextModel(Protocol):
-    """Answers a request from what is in it."""
+    """Answers a request by its contents alone."""
 
     def answer(self, raw: RawRequest) -> Outputs:
-        """All outputs that there are for it.
+        """All outputs for it.
 
         Raises:
             CharoniaError: it is refused.
@@ -42,10 +42,10 @@ class TextModel(Protocol):
 
 
 class TextHost:
-    """A text model behind Triton: what is long is answered in a thread of its own.
+    """A text model behind Triton. Long requests are answered in a thread of its own.
 
     Args:
-        quota: how much may wait. log: takes one line, from any thread.
+        quota: limits of the waiting requests. log: takes one line, from any thread.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class TextHost:
                     self._answer_later(responder, raw)
 
     def finalize(self) -> None:
-        """Answer what waits, and stop."""
+        """End the waiting requests, and stop."""
         self._long.close()
 
     def _answer_later(self, responder: TritonResponder, raw: RawRequest) -> None:
@@ -90,7 +90,7 @@ class Preprocessing:
     """`preprocessing`.
 
     Args:
-        model_dir: of the checkpoint, which says what ends a text.
+        model_dir: of the checkpoint; its end token is the default.
     """
 
     def __init__(self, tokenizer: Tokenizer, model_dir: Path) -> None:
@@ -192,7 +192,7 @@ def _column(values: list[int]) -> Array:
 
 
 def _end_id(model_dir: Path) -> int:
-    """The first token that ends a text of a checkpoint; -1 where it names none."""
+    """The first end token of a checkpoint; -1 if it has none."""
     for name in ("generation_config.json", "config.json"):
         found = read_json_object(model_dir / name, is_optional=True).get("eos_token_id")
         if found is not None:

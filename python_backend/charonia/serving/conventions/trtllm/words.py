@@ -1,7 +1,7 @@
-"""Words beside a prompt: how many there may be, and what they add to the logits.
+"""Words beside a prompt: their limits, and their logit biases.
 
-Owns these bounds: whoever tokenizes words does so at once, while others wait. Must not know what
-words are for.
+Owns the limits: words are tokenized at once, while other requests wait. Must not know the use of
+words.
 """
 
 from collections.abc import Mapping
@@ -16,11 +16,11 @@ from charonia.text.tokenizer import Tokenizer
 
 _MAX_BIAS_CHARACTERS = 2**16
 _MAX_WORD_BYTES = 2**18
-"""Of one input, of all its batch."""
+"""Most bytes of one input, over its whole batch."""
 
 
 def check_words(tensors: Mapping[str, Array]) -> None:
-    """Raises InvalidRequestError: the texts beside the prompts would take long to be tokenized."""
+    """Raises InvalidRequestError: the texts beside the prompts are too long."""
     for name, array in tensors.items():
         if array.dtype == np.object_ and name != "text_input":
             num_bytes = num_bytes_of(array)
@@ -31,7 +31,7 @@ def check_words(tensors: Mapping[str, Array]) -> None:
 
 
 def within(name: str, texts: list[str], limit: str) -> list[str]:
-    """The same texts, if they are few enough to be tokenized at once."""
+    """Return the texts; raises InvalidRequestError if there are too many or too long ones."""
     most, num = MAX_ENTRIES[limit], sum(map(len, texts))
     most_characters = MAX_CHARACTERS.get(limit, _MAX_BIAS_CHARACTERS)
     if len(texts) > most or num > most_characters:
@@ -43,10 +43,10 @@ def within(name: str, texts: list[str], limit: str) -> list[str]:
 
 
 def bias_of(row: Row, words_name: str, weights_name: str, tokenizer: Tokenizer) -> dict[int, float]:
-    """What words and weights, one for each, add to the logits, by token id; an empty word nothing.
+    """The logit biases of words with a weight each, by token id. Empty words have none.
 
     Raises:
-        InvalidRequestError: there are not as many of the one as of the other.
+        InvalidRequestError: the numbers of words and weights differ.
     """
     words = within(words_name, row.all_texts(words_name), "logit_bias")
     weights = row.tensors.get(weights_name, np.array([])).ravel().tolist()
