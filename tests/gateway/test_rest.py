@@ -106,7 +106,7 @@ def test_a_stream_is_the_whole_answer_in_pieces(gateway: Gateway, n: int) -> Non
         (GENERATE, {"prompt": "x", "max_tokens": "4"}, "max_tokens", "valid integer"),
         (GENERATE, {"prompt": "x", "top_p": 2.0}, "top_p", "top_p"),
         (BATCH, {"requests": []}, "requests", "must be a list of requests"),
-        (BATCH, {"requests": [{}] * 129}, "request", "at most 128 requests, but has 129"),
+        (BATCH, {"requests": [{}] * 129}, "requests", "at most 128 entries, but has 129"),
         (BATCH, {"prompt": "x"}, "prompt", "Unrecognized"),
     ],
 )

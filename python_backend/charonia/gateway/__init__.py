@@ -4,6 +4,8 @@ settings     what the operator configures
 server       the process: uvicorn, signals, draining
 connections  bounds on connections that uvicorn does not have
 app          the routes
+routes       what each route takes and answers, with examples
+openapi      the OpenAPI document, made of these; openapi.json is a copy of it
 observing    one record per request: its id, its log line, the metrics
 figures      the figures of /v1/metrics
 watching     runs a request's work, watches its connection, turns errors into answers

@@ -15,11 +15,13 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from charonia.gateway import openapi
 from charonia.gateway.errors import INVALID, NOT_FOUND, ApiError, internal, no_such_model
 from charonia.gateway.observing import Metrics, Observed, record_of
 from charonia.gateway.openai import chat, completions, tokens
 from charonia.gateway.openai.answers import Model, Models
 from charonia.gateway.rest import batch, generate, status
+from charonia.gateway.rest.answers import Health
 from charonia.gateway.serving import Serving
 from charonia.gateway.watching import Watch, Work
 from charonia.version import VERSION
@@ -29,6 +31,7 @@ READY = "/health/ready"
 METRICS = "/metrics"
 HEALTH = "/v1/health"
 FIGURES = "/v1/metrics"
+DESCRIPTION = "/openapi.json"
 QUIET = frozenset((LIVE, READY, METRICS, HEALTH, FIGURES))
 
 
@@ -40,8 +43,8 @@ def make_app(
     Args:
         log: takes one line.
     """
-    # The documentation pages would load scripts from elsewhere.
-    app = FastAPI(title="charonia", version=VERSION, docs_url=None, redoc_url=None)
+    # FastAPI cannot describe routes that read their body themselves, so `openapi` does.
+    app = FastAPI(title="charonia", version=VERSION, openapi_url=None)
     app.add_middleware(Observed, metrics=metrics, log=log, quiet=QUIET)
     app.add_exception_handler(HTTPException, _refuse)
     app.add_exception_handler(ApiError, _refuse)
@@ -116,6 +119,13 @@ def _add_models(app: FastAPI, serving: Serving) -> None:
 
 
 def _add_health(app: FastAPI, serving: Serving, watch: Watch, metrics: Metrics) -> None:
+    description = openapi.encoded()
+
+    @app.get(DESCRIPTION)
+    async def describe() -> Response:
+        """Return the OpenAPI document."""
+        return Response(description, media_type="application/json")
+
     @app.get(LIVE)
     async def live() -> Response:
         """Say that this process works."""
@@ -124,13 +134,16 @@ def _add_health(app: FastAPI, serving: Serving, watch: Watch, metrics: Metrics) 
     @app.get(READY)
     async def ready() -> Response:
         """Say whether the gateway and one of its servers would accept a request now."""
-        return _health(await status.health(serving.upstream, is_draining=watch.is_draining))
+        draining = watch.is_draining
+        found = await status.health(serving.upstream, is_draining=draining, says_live=False)
+        return _health(found)
 
     @app.get(HEALTH)
     async def health() -> Response:
         """Say the same, and that this process works."""
-        found = await status.health(serving.upstream, is_draining=watch.is_draining)
-        return _health({"live": True, **found})
+        draining = watch.is_draining
+        found = await status.health(serving.upstream, is_draining=draining, says_live=True)
+        return _health(found)
 
     @app.get(FIGURES)
     async def figures() -> Response:
@@ -149,8 +162,8 @@ def _add_health(app: FastAPI, serving: Serving, watch: Watch, metrics: Metrics) 
         return Response(content, media_type=CONTENT_TYPE_LATEST)
 
 
-def _health(found: dict[str, Any]) -> Response:
-    is_ready = found["status"] == "ready"
+def _health(found: Health) -> Response:
+    is_ready = found.status == "ready"
     return _json(found, HTTPStatus.OK if is_ready else HTTPStatus.SERVICE_UNAVAILABLE)
 
 

@@ -9,7 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import pydantic_core
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationError
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from charonia.checkpoint_files import is_one_of
 from charonia.errors import shown
@@ -18,6 +20,8 @@ from charonia.gateway.errors import ApiError, invalid
 INT32_MAX = 2**31 - 1
 MAX_VALUES = 2**16
 """Limit for a field that is not a prompt."""
+TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": INT32_MAX}}
+"""The JSON schema of a list of token ids."""
 _MAX_PATH = 100
 R = TypeVar("R", bound="Fields")
 _UNION_PART = re.compile(r"int|str|(list|dict|literal)\[.*")
@@ -35,6 +39,20 @@ class Fields(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     long: ClassVar[frozenset[str]] = frozenset()
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        """Describe the unserved fields too. See pydantic."""
+        found = handler(core_schema)
+        properties = handler.resolve_ref_schema(found)["properties"]
+        for name, accepted in sorted(cls.unserved.items()):
+            properties[name] = {
+                "enum": [*_different(accepted), None],
+                "description": "Not served. Values that ask for nothing are accepted.",
+            }
+        return found
 
 
 def read(kind: type[R], body: bytes) -> R:
@@ -77,6 +95,15 @@ def read_values(kind: type[R], values: Any, what: str) -> R:
         return kind.model_validate(given)
     except ValidationError as error:
         raise _refusal(error) from None
+
+
+def _different(values: Sequence[Any]) -> list[Any]:
+    """Those that differ: 1 and 1.0 are the same JSON."""
+    found: list[Any] = []
+    for value in values:
+        if value not in found:
+            found.append(value)
+    return found
 
 
 def are_token_ids(values: Sequence[Any]) -> bool:

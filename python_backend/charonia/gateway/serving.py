@@ -44,7 +44,7 @@ class Serving:
         """Check how many prompts the field `name` has. Raises ApiError."""
         most = self.settings.max_prompts
         if count > most:
-            raise invalid(f"{name} must have at most {most} {name}s, but has {count}", name)
+            raise invalid(f"{name} must have at most {most} entries, but has {count}", name)
 
     def generation(
         self, request_id: str, prompts: Sequence[Prompt], sampling: Sampling, *, hides: bool = False

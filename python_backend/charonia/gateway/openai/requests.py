@@ -5,13 +5,13 @@ how text is generated; the scheduler checks ranges.
 """
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, cast
 
-from pydantic import field_validator
+from pydantic import WithJsonSchema, field_validator
 
 from charonia.errors import shown
 from charonia.gateway.errors import invalid
-from charonia.gateway.fields import INT32_MAX, Fields, are_token_ids
+from charonia.gateway.fields import INT32_MAX, TOKEN_IDS, Fields, are_token_ids
 from charonia_client import Sampling
 
 _SAME_NAMES = (
@@ -39,6 +39,15 @@ _SAME_NAMES = (
     "cache_ttl_s",
     "use_answer_cache",
 )
+_SOME_IDS = {**TOKEN_IDS, "minItems": 1}
+_PROMPTS = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "minItems": 1, "items": {"type": "string"}},
+        _SOME_IDS,
+        {"type": "array", "minItems": 1, "items": _SOME_IDS},
+    ]
+}
 _TEXT: tuple[Any, ...] = ({"type": "text"},)
 _UNSERVED: Mapping[str, tuple[Any, ...]] = {
     "allowed_token_ids": (),
@@ -155,7 +164,7 @@ class CompletionRequest(TextRequest):
     }
     long: ClassVar[frozenset[str]] = frozenset(("prompt",))
 
-    prompt: Any
+    prompt: Annotated[Any, WithJsonSchema(_PROMPTS)]
     best_of: int | None = None
     echo: bool | None = None
     logprobs: int | None = None
@@ -322,7 +331,7 @@ class DetokenizeRequest(Fields):
     long: ClassVar[frozenset[str]] = frozenset(("tokens",))
 
     model: str | None = None
-    tokens: Any
+    tokens: Annotated[Any, WithJsonSchema(TOKEN_IDS)]
 
     @field_validator("tokens")
     @classmethod

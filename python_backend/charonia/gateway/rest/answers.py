@@ -4,12 +4,12 @@ Owns their fields. Must not know where the values come from.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from charonia_client import Completion, PositionLogprobs
+from charonia_client import Completion, Load, PositionLogprobs
 
 
 class Token(msgspec.Struct):
@@ -129,6 +129,19 @@ class Failure(msgspec.Struct):
     error: dict[str, Any]
 
 
+Response = Annotated[
+    Any,  # GenerateAnswer | Failure, which msgspec cannot describe
+    msgspec.Meta(
+        extra_json_schema={
+            "anyOf": [
+                {"$ref": "#/components/schemas/GenerateAnswer"},
+                {"$ref": "#/components/schemas/Failure"},
+            ]
+        }
+    ),
+]
+
+
 class Totals(msgspec.Struct, kw_only=True):
     """Figures of a whole batch; the rate is that of all generated tokens."""
 
@@ -140,14 +153,73 @@ class Totals(msgspec.Struct, kw_only=True):
 class BatchAnswer(Totals, kw_only=True):
     """The answer of /v1/batch: the responses in the order of the requests."""
 
-    responses: list[GenerateAnswer | Failure]
+    responses: list[Response]
 
 
 class BatchLine(msgspec.Struct):
     """A line of a streamed batch: the response to the request with this index."""
 
     index: int
-    response: GenerateAnswer | Failure
+    response: Response
+
+
+class ServerHealth(msgspec.Struct):
+    """Whether a server would take a request now; where not, the reason."""
+
+    server: str
+    ready: bool
+    reason: str | None
+
+
+class Health(msgspec.Struct, kw_only=True):
+    """The answer of /health/ready, and of /v1/health with `live`.
+
+    Attributes:
+        status: "ready", "not ready" or "draining". servers: left out while draining.
+    """
+
+    live: bool | UnsetType = UNSET
+    status: Literal["ready", "not ready", "draining"]
+    servers: list[ServerHealth] | UnsetType = UNSET
+
+
+class ServerFigures(msgspec.Struct):
+    """A server's state and its own figures; `load` is null where it tells none."""
+
+    server: str
+    is_up: bool
+    reason: str | None
+    load: Load | None
+
+
+class Times(msgspec.Struct):
+    """Median and 99th percentile."""
+
+    p50: float
+    p99: float
+
+
+class MetricsAnswer(msgspec.Struct, kw_only=True):
+    """The answer of /v1/metrics.
+
+    Attributes:
+        total_requests, total_tokens_generated: answers since the gateway's start, and their tokens.
+        avg_throughput_tokens_per_sec: all tokens over all latencies of these answers.
+        cache_hit_rate, acceptance_rate: of all servers together, since their start.
+        tokens_per_sec: of the last ten seconds. ttft_ms: of the last minute's streams.
+    """
+
+    total_requests: int
+    total_tokens_generated: int
+    avg_latency_ms: float | None
+    avg_throughput_tokens_per_sec: float | None
+    cache_hit_rate: float | None
+    acceptance_rate: float | None
+    uptime_s: float
+    requests_in_flight: int
+    tokens_per_sec: float
+    ttft_ms: Times | None
+    servers: list[ServerFigures]
 
 
 def positions_of(found: Sequence[PositionLogprobs] | None) -> list[Position] | UnsetType:

@@ -30,7 +30,7 @@ from charonia_client import CharoniaClientError
 async def batch(serving: Serving, record: Record, body: bytes, reply: Reply) -> None:
     """Answer a request. Raises what `Work` turns into an answer."""
     request = await serving.prompts.run(len(body), lambda: read(BatchRequest, body))
-    serving.check_size("request", len(request.requests))
+    serving.check_size("requests", len(request.requests))
     ids = [f"{record.request_id}-{index}" for index in range(len(request.requests))]
 
     async def respond(index: int) -> GenerateAnswer | Failure:

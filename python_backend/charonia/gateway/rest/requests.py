@@ -4,13 +4,20 @@ Owns the fields; sampling parameters have the scheduler's names. Must not know h
 generated; the scheduler checks ranges.
 """
 
-from typing import Any, ClassVar, cast
+from typing import Annotated, Any, ClassVar, cast
 
-from pydantic import field_validator
+from pydantic import WithJsonSchema, field_validator
 
 from charonia.gateway.errors import invalid
-from charonia.gateway.fields import INT32_MAX, Fields, are_token_ids
+from charonia.gateway.fields import INT32_MAX, TOKEN_IDS, Fields, are_token_ids
 from charonia_client import Sampling
+
+TOKEN_IDS_OR_NULL = {"anyOf": [{**TOKEN_IDS, "minItems": 1}, {"type": "null"}]}
+_ENTRIES = {
+    "type": "array",
+    "minItems": 1,
+    "items": {"$ref": "#/components/schemas/PromptRequest"},
+}
 
 
 class SamplingFields(Fields):
@@ -63,7 +70,7 @@ class PromptRequest(SamplingFields):
 
     model: str | None = None
     prompt: str | None = None
-    prompt_tokens: Any = None
+    prompt_tokens: Annotated[Any, WithJsonSchema(TOKEN_IDS_OR_NULL)] = None
 
     @field_validator("prompt_tokens")
     @classmethod
@@ -93,7 +100,7 @@ class BatchRequest(Fields):
 
     long: ClassVar[frozenset[str]] = frozenset(("requests",))
 
-    requests: Any
+    requests: Annotated[Any, WithJsonSchema(_ENTRIES)]
     stream: bool | None = None
 
     @field_validator("requests")

@@ -1,7 +1,8 @@
 """Writes what files repeat of the interface: `make interface`.
 
 Tensors come from `serving/conventions/interface.py`, metrics from `metrics/metric_table.py`,
-arguments with their meanings from the docstrings of `config/`.
+arguments with their meanings from the docstrings of `config/`. The gateway's OpenAPI document is
+written as a whole.
 
 Owns the places between two marks, in a config.pbtxt, and as comments of Markdown in a README.md::
 
@@ -19,6 +20,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from pathlib import Path
 
 import msgspec
 
@@ -26,6 +28,7 @@ from charonia import vllm_args
 from charonia.config import EngineArgs, KVEventsConfig, SchedulerArgs, SpeculativeConfig
 from charonia.core.gate.tenants import TenantArgs
 from charonia.errors import LaunchError
+from charonia.gateway import openapi
 from charonia.launch.server.discovery import default_repository
 from charonia.metrics.metric_table import METRICS, VLLM_METRICS, Metric
 from charonia.serving.conventions.interface import (
@@ -201,10 +204,13 @@ def main(arguments: list[str] | None = None) -> int:
     is_check = parser.parse_args(arguments).check
     repository = default_repository()
     known = places()
-    num_changed = 0
+    wanted: dict[Path, str] = {}
     for path in (*sorted(repository.glob("*/config.pbtxt")), repository / "README.md"):
-        before = path.read_text(encoding="utf-8")
-        after = write_places(before, known)
+        wanted[path] = write_places(path.read_text(encoding="utf-8"), known)
+    wanted[Path(openapi.__file__).with_name("openapi.json")] = openapi.encoded()
+    num_changed = 0
+    for path, after in wanted.items():
+        before = path.read_text(encoding="utf-8") if path.exists() else ""
         if after != before:
             num_changed += 1
             print(f"{path}: {'differs from the interface' if is_check else 'written'}")

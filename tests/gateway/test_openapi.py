@@ -1,0 +1,138 @@
+"""The OpenAPI document: it is valid, says all routes, and answers are as it says."""
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+from openapi_spec_validator import validate
+
+from charonia.gateway import openapi, routes
+from charonia.gateway.app import make_app
+from charonia.gateway.errors import ApiError
+from charonia.gateway.fields import read
+from charonia.gateway.observing import Metrics
+from support.gateway import Gateway
+
+DOCUMENT = openapi.document()
+
+
+def check(value: Any, schema: dict[str, Any]) -> None:
+    """Whether a value is as a schema of the document says, and names no other field."""
+    exact: dict[str, Any] = copy.deepcopy(DOCUMENT["components"])
+    for one in exact["schemas"].values():
+        one.setdefault("additionalProperties", False)
+    validator = jsonschema.Draft202012Validator({**schema, "components": exact})
+    assert [error.message for error in validator.iter_errors(value)] == []
+
+
+def parts_of(media_type: str, text: str) -> list[Any]:
+    """The JSON values of a stream, without its end."""
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line]
+    assert lines
+    if media_type == routes.SSE:
+        assert lines.pop() == "[DONE]"
+        return [json.loads(line) for line in lines]
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def contents() -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """All media types of answers: where, which, and what is said of it."""
+    responses = {"components": DOCUMENT["components"]["responses"]}
+    for path, methods in DOCUMENT["paths"].items():
+        for method, operation in methods.items():
+            responses[f"{method} {path}"] = operation["responses"]
+    for where, of_status in responses.items():
+        for status, response in of_status.items():
+            for media_type, content in response.get("content", {}).items():
+                yield f"{where} {status}", media_type, content
+
+
+def check_answer(route: routes.Route, reply: httpx.Response) -> None:
+    """Whether a reply is one of those that are said of a route."""
+    operation = DOCUMENT["paths"][route.path][route.method]
+    response = operation["responses"][str(reply.status_code)]
+    media_type = reply.headers["content-type"].partition(";")[0]
+    if "$ref" in response:
+        response = DOCUMENT["components"]["responses"][response["$ref"].rpartition("/")[2]]
+    content = response["content"][media_type]
+    if media_type == routes.JSON:
+        check(reply.json(), content["schema"])
+    elif "x-part" in content["schema"]:
+        for part in parts_of(media_type, reply.text):
+            check(part, content["schema"]["x-part"])
+
+
+def test_the_document_is_valid() -> None:
+    validate(DOCUMENT)
+
+
+def test_the_file_and_the_running_gateway_have_the_same(gateway: Gateway) -> None:
+    kept = Path(openapi.__file__).with_name("openapi.json").read_text(encoding="utf-8")
+    reply = gateway.http.get("/openapi.json")
+    assert reply.headers["content-type"] == "application/json"
+    assert reply.text == kept
+
+
+def test_every_route_of_the_gateway_is_described() -> None:
+    app: FastAPI = make_app(None, None, Metrics(), print)  # type: ignore[arg-type]
+    served = {
+        (method.lower(), route.path.replace(":path}", "}"))
+        for route in app.routes
+        if isinstance(route, APIRoute) and route.include_in_schema
+        for method in route.methods
+    }
+    assert {(route.method, route.path) for route in routes.ROUTES} == served
+
+
+def test_examples_of_answers_are_as_described() -> None:
+    num_checked = 0
+    for where, media_type, content in contents():
+        assert "example" in content, where
+        if media_type == routes.JSON:
+            check(content["example"], content["schema"])
+        elif "x-part" in content["schema"]:
+            for part in parts_of(media_type, content["example"]):
+                check(part, content["schema"]["x-part"])
+        num_checked += 1
+    assert num_checked > len(routes.ROUTES)
+
+
+@pytest.mark.parametrize("route", routes.ROUTES, ids=lambda route: route.name)
+def test_what_a_route_answers_is_described(gateway: Gateway, route: routes.Route) -> None:
+    path = route.path.format(**route.parameters)
+    if route.request is None:
+        reply = gateway.http.request(route.method, path)
+        assert reply.status_code == (404 if route.name == "embed" else 200)
+        check_answer(route, reply)
+        return
+    schema = DOCUMENT["paths"][route.path][route.method]["requestBody"]["content"][routes.JSON]
+    for example in route.examples.values():
+        check(example, schema["schema"])
+        for more in ({}, {"stream": True}) if "stream" in route.request.model_fields else ({},):
+            reply = gateway.http.request(route.method, path, json={**example, **more})
+            assert reply.status_code == 200, reply.text
+            check_answer(route, reply)
+    for body in (b"{", b"[]", b'{"temprature": 1}'):
+        reply = gateway.http.request(route.method, path, content=body)
+        assert reply.status_code == 400
+        check_answer(route, reply)
+
+
+def test_unserved_fields_are_described_with_what_is_accepted() -> None:
+    for route in routes.ROUTES:
+        if route.request is None:
+            continue
+        properties = DOCUMENT["components"]["schemas"][route.request.__name__]["properties"]
+        example = next(iter(route.examples.values()))
+        for name in route.request.unserved:
+            for value in properties[name]["enum"]:
+                read(route.request, json.dumps({**example, name: value}).encode())
+            with pytest.raises(ApiError, match=name):
+                read(route.request, json.dumps({**example, name: "?"}).encode())
