@@ -20,6 +20,7 @@ from charonia.gateway.observing import Metrics, Observed, record_of
 from charonia.gateway.openai import chat, completions, tokens
 from charonia.gateway.openai.answers import Model, Models
 from charonia.gateway.openai.serving import Serving
+from charonia.gateway.page.routes import add_page
 from charonia.gateway.watching import Watch, Work
 from charonia.version import VERSION
 
@@ -46,6 +47,7 @@ def make_app(
     _add_generation(app, serving, watch)
     _add_models(app, serving)
     _add_health(app, serving, watch, metrics)
+    add_page(app, chats=serving.prompts.has_template)
     return app
 
 
