@@ -12,6 +12,7 @@ breaker      the circuit breaker of a server
 prompts      converts texts to token ids and back, off the event loop
 generation   one client call as requests of the scheduler, whole or as a stream
 openai/      OpenAI's requests and answers
+page/        the page at `/`
 
 It knows servers only through `charonia_client`, never an engine.
 """
