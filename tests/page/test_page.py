@@ -191,7 +191,7 @@ def test_without_a_chat_template_texts_are_completed_and_continued(
         Visit(browser, gateway.url, WAIT_S) as visit,
     ):
         visit.open()
-        expect(visit.page.get_by_label("Chat", exact=True).first).to_be_disabled()
+        expect(visit.page.locator("#mode-chat")).to_be_disabled()
         expect(visit.page.locator("#welcome")).to_contain_text("no chat template")
         set_fields(visit, max_tokens=3, temperature=0)
         visit.ask("Once ")
@@ -260,8 +260,8 @@ def test_the_keyboard_alone_is_enough(visit: Visit) -> None:
             break
         assert outline, name
         reached.append(name)
-    wanted = ["skip", "chat", "theme", "system", "reset", "temperature", "seed", "stop", "scroll"]
-    wanted += ["prompt", "send"]
+    wanted = ["skip", "mode-chat", "theme", "system", "reset", "temperature", "seed", "stop"]
+    wanted += ["scroll", "prompt", "send"]
     assert [name for name in reached if name in wanted] == wanted, reached
 
     visit.page.locator("#max_tokens").focus()
@@ -271,6 +271,53 @@ def test_the_keyboard_alone_is_enough(visit: Visit) -> None:
     visit.wait_idle()
     assert visit.bodies[0]["messages"][0]["content"] == "first\nsecond"
     expect(visit.prompt).to_be_focused()
+
+
+def test_figures_of_several_servers_are_summed_and_numbers_are_written_short(visit: Visit) -> None:
+    load = {"num_running": 1, "num_waiting": 2, "kv_blocks_used": 3, "kv_blocks_total": 8}
+    loads = [{**load, "engine_restarts": 1, "engine_age_s": 60}, {**load, "engine_age_s": None}]
+    up, down = {"is_up": True, "reason": ""}, {"is_up": False, "reason": "loading"}
+    found = visit.page.evaluate(
+        """async ([loads, up, down]) => {
+          const { summed, stateOf } = await import("/page/figures.js");
+          const { count, duration, milliseconds, percent } = await import("/page/format.js");
+          const { Spark } = await import("/page/spark.js");
+          const spark = new Spark("Queue", count);
+          for (const [at, value] of [[0, 1], [1, 3], [60, 2], [130, 4]]) spark.add(at, value);
+          return [
+            summed(loads),
+            summed([]).engine_age_s,
+            [[up], [up, down], [down], [down, down], []].map(stateOf),
+            [count(1204), count(1.2e6), duration(93211), duration(0), milliseconds(1310.5)],
+            [percent(0.634), percent(0.004), percent(null), count(undefined)],
+            spark.node.getAttribute("aria-label"),
+            spark.line.getAttribute("d").split("M").length - 1,
+          ];
+        }""",
+        [loads, up, down],
+    )
+    assert found == [
+        {
+            "num_running": 2,
+            "num_waiting": 4,
+            "kv_blocks_used": 6,
+            "kv_blocks_total": 16,
+            "engine_restarts": 1,
+            "engine_age_s": 60,
+        },
+        None,
+        [
+            ["good", "ready"],
+            ["some", "1 of 2 ready"],
+            ["bad", "loading"],
+            ["bad", "not ready"],
+            ["unknown", "no server"],
+        ],
+        ["1,204", "1.2M", "1 d 1 h", "0 s", "1.31 s"],
+        ["63 %", "0.4 %", "\N{EN DASH}", "\N{EN DASH}"],
+        "Queue, last two minutes: now 4, at most 4",
+        2,
+    ]
 
 
 def test_the_theme_follows_the_system_until_one_is_chosen(

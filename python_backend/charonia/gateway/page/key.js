@@ -5,6 +5,7 @@ import { hasKey, setKey } from "./api.js";
 const dialog = document.getElementById("key");
 const value = document.getElementById("key-value");
 let asking = null;
+let onKey = () => {};
 
 /** Ask for a key. Resolves to whether one was given; calls while the dialog is open share it. */
 export function askForKey(reason) {
@@ -21,16 +22,18 @@ export function askForKey(reason) {
   return asking;
 }
 
-/** Wire the dialog. `onKey` is called after the user has changed the key without being asked. */
-export function startKeys(onKey) {
+/** Wire the dialog. `call` is called whenever the user has given a key. */
+export function startKeys(call) {
+  onKey = call;
   document.getElementById("key-form").addEventListener("submit", (event) => {
     event.preventDefault();
     setKey(value.value.trim());
     dialog.close("given");
+    onKey();
   });
   document.getElementById("key-cancel").addEventListener("click", () => dialog.close());
-  document.getElementById("key-change").addEventListener("click", async () => {
-    if (await askForKey("Requests are sent with this key.")) onKey();
-  });
+  document.getElementById("key-change").addEventListener("click", () =>
+    askForKey("Requests are sent with this key."),
+  );
   document.getElementById("key-row").hidden = !hasKey();
 }

@@ -2,6 +2,7 @@
 
 import { get, onKeyNeeded } from "./api.js";
 import { copy } from "./dom.js";
+import { count } from "./format.js";
 import { askForKey, startKeys } from "./key.js";
 import { Panel } from "./panel.js";
 import { startSettings } from "./settings.js";
@@ -13,6 +14,7 @@ const RETRY_MS = 5000;
 const byId = (id) => document.getElementById(id);
 const prompt = byId("prompt");
 let model = null;
+let contextLength = null;
 let mode = "chat";
 
 const talk = new Talk({
@@ -68,6 +70,10 @@ function showWelcome() {
   const name = model ?? "the model";
   byId("welcome-title").textContent =
     mode === "chat" ? `Write to ${name}` : `Begin a text, and ${name} continues it`;
+  const facts = [];
+  if (byId("mode-chat").disabled) facts.push("This model has no chat template.");
+  if (contextLength) facts.push(`Its context is ${count(contextLength)} tokens.`);
+  byId("welcome-facts").textContent = facts.join(" ");
   showCurl();
 }
 
@@ -83,18 +89,18 @@ function showCurl() {
     `curl -N ${base}/${path} \\\n  -H 'content-type: application/json' \\\n  -d '${body}'`;
 }
 
-async function findModel() {
+async function findModel(asks) {
   try {
-    const models = await get("v1/models", { asks: true });
+    const models = await get("v1/models", { asks });
     const first = models.data[0];
     model = first.id;
     byId("model").textContent = model;
-    byId("model").title = first.max_model_len ? `context of ${first.max_model_len} tokens` : "";
+    contextLength = first.max_model_len;
     document.title = `${model} · charonia`;
     showWelcome();
   } catch (error) {
     byId("model").textContent = error.message;
-    if (error.status !== 401) setTimeout(findModel, RETRY_MS);
+    if (error.status !== 401) setTimeout(findModel, RETRY_MS, asks);
   }
 }
 
@@ -106,10 +112,9 @@ async function findModes() {
   } catch {
     return; // a chat says so itself
   }
-  const chat = document.querySelector("input[value=chat]");
+  const chat = byId("mode-chat");
   chat.disabled = true;
   chat.parentElement.title = "This model has no chat template.";
-  byId("welcome-text").prepend("This model has no chat template. ");
   setMode("complete");
 }
 
@@ -173,7 +178,7 @@ for (const input of document.querySelectorAll("input[name=mode]")) {
 
 onKeyNeeded(askForKey);
 startKeys(() => {
-  findModel();
+  if (model === null) findModel(false);
   panel.now();
 });
 startSettings();
@@ -183,6 +188,6 @@ startKeyboard();
 setMode(settingsStore.get("mode") === "complete" ? "complete" : "chat");
 showBusy();
 findModes();
-findModel().then(() => panel.now());
+findModel(true).then(() => panel.now());
 panel.start();
 if (matchMedia("(min-width: 760px)").matches) prompt.focus();

@@ -17,7 +17,6 @@ export class Panel {
   constructor() {
     this.timer = null;
     this.isAsking = false;
-    this.wantsKey = false;
     this.values = new Map();
     this.tokens = new Spark("Tokens per second", rate);
     this.queue = new Spark("Waiting requests", count);
@@ -53,12 +52,11 @@ export class Panel {
   }
 
   #miss(error) {
-    this.wantsKey = error.status === 401;
     const empty = byId("no-figures");
     empty.hidden = false;
     empty.replaceChildren(`No figures: ${error.message}`);
-    if (this.wantsKey) {
-      const ask = async () => (await askForKey(error.message)) && this.now();
+    if (error.status === 401) {
+      const ask = () => askForKey(error.message);
       empty.append(element("span", { class: "buttons" }, button("Enter an API key", ask, "")));
     }
     byId("figures").classList.add("old");
@@ -213,4 +211,5 @@ function restarts(sum) {
 function showState(state, words) {
   byId("state").dataset.state = state;
   byId("state-text").textContent = words;
+  byId("state").title = words;
 }

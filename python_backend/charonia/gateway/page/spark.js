@@ -33,7 +33,7 @@ export class Spark {
   add(seconds, value, most = null) {
     if (Number.isFinite(value)) this.points.push([seconds, value]);
     while (this.points.length > 0 && this.points[0][0] < seconds - SPAN_S) this.points.shift();
-    const top = most ?? Math.max(1, ...this.points.map((point) => point[1]));
+    const top = most > 0 ? most : Math.max(1, ...this.points.map((point) => point[1]));
     const x = (at) => (WIDTH * (at - seconds + SPAN_S)) / SPAN_S;
     const y = (of) => HEIGHT - 1.5 - (HEIGHT - 3) * Math.min(1, of / top);
     let line = "";

@@ -102,7 +102,10 @@ export class Talk {
     this.running = controller;
     this.onChange();
     said.textContent = "Waiting for the answer";
-    document.getElementById("prompt").focus({ preventScroll: true });
+    // A button that was pressed is gone now. On a phone the focus would bring up the keyboard.
+    if (matchMedia("(pointer: fine)").matches) {
+      document.getElementById("prompt").focus({ preventScroll: true });
+    }
     this.#toEnd();
     const pace = new Pace();
     const shown = new Frames((piece) => {
