@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from charonia.control import Limits, PeakMemory, Policy, Request, Scheduler
+from charonia.control import KVPool, Limits, PeakMemory, Policy, Request, Scheduler
 from charonia.protocol import RowResult, RowSampling, StepPlan, StepResult
 
 NUM_PRIORITIES = 3
@@ -95,7 +95,7 @@ class Bench:
         )
         self._peak = Peak() if expected_peak else None
         self.scheduler = Scheduler(
-            limits, hash_secret=b"benchmark", policy=policy, peak_memory=self._peak
+            limits, KVPool(b"benchmark"), policy=policy, peak_memory=self._peak
         )
         self._num_added = 0
         self._teach_lengths()

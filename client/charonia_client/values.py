@@ -218,6 +218,35 @@ class Timeouts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What a scheduler has to do, and what it has done since its start.
+
+    Attributes:
+        num_running, num_waiting: requests that have a row of the engine, or wait for one.
+        kv_blocks_used: blocks of the KV cache that requests hold, of `kv_blocks_total`.
+        prompt_tokens: computed and cached ones. generation_tokens: of all answers.
+        cache_queried_tokens: prompt tokens that were looked up in the prefix cache.
+        cache_hit_tokens: those of them that were found.
+        draft_tokens: tokens that were drafted. accepted_tokens: those that were accepted.
+        engine_restarts: how often the engine came back after a failure.
+        engine_age_s: seconds since the engine was loaded or found; None while there is none.
+    """
+
+    num_running: int
+    num_waiting: int
+    kv_blocks_used: int
+    kv_blocks_total: int
+    prompt_tokens: int
+    generation_tokens: int
+    cache_queried_tokens: int
+    cache_hit_tokens: int
+    draft_tokens: int
+    accepted_tokens: int
+    engine_restarts: int
+    engine_age_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineState:
     """The state of the scheduler and its engine.
 
@@ -228,6 +257,7 @@ class EngineState:
         turn_age_s: seconds since the scheduling thread last looked for work; many seconds mean
             that it hangs.
         max_model_len: tokens of prompt and answer together; None while no engine reports it.
+        load: what the scheduler has to do; None from an older server.
     """
 
     is_up: bool
@@ -235,6 +265,7 @@ class EngineState:
     step_age_s: float | None
     turn_age_s: float | None
     max_model_len: int | None = None
+    load: Load | None = None
 
 
 @dataclass(frozen=True, slots=True)

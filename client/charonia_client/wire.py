@@ -7,7 +7,7 @@ Must not know connections, timeouts or attempts.
 import json
 import uuid
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from charonia_client.values import (
     EngineState,
     FinishReason,
     Include,
+    Load,
     PositionLogprobs,
     Sampling,
     TokenLogprob,
@@ -131,9 +132,17 @@ def read_state(text: str) -> EngineState:
             step_age_s=values["step_age_s"],
             turn_age_s=values["turn_age_s"],
             max_model_len=values.get("max_model_len"),
+            load=_read_load(values.get("load")),
         )
     except (ValueError, KeyError, TypeError) as error:
         raise ServerError(f"the answer to a probe cannot be understood: {error!r}") from error
+
+
+def _read_load(values: Mapping[str, Any] | None) -> Load | None:
+    """Read the load in an answer; fields that this client does not know are left out."""
+    if values is None:
+        return None
+    return Load(**{field.name: values[field.name] for field in fields(Load)})
 
 
 def to_grpc(request: Request) -> service_pb2.ModelInferRequest:

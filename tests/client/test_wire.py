@@ -1,5 +1,6 @@
 """Requests as both protocols want them, and responses as chunks."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from charonia.serving.conventions.interface import FLAGS, OUTPUTS, Output
 from charonia_client import (
     Chunk,
     InvalidRequest,
+    Load,
     Sampling,
     ServerError,
     Timeouts,
@@ -318,7 +320,11 @@ def test_the_answer_to_a_probe_is_read_and_anything_else_is_an_error() -> None:
     text = '{"engine_up": false, "reason": "no engine", "step_age_s": null, "turn_age_s": 0.5}'
     state = wire.read_state(text)
     assert (state.is_up, state.reason) == (False, "no engine")
-    assert (state.step_age_s, state.turn_age_s) == (None, 0.5)
-    for wrong in ("", "[]", "{}", "not ready"):
+    assert (state.step_age_s, state.turn_age_s, state.load) == (None, 0.5, None)
+    load = {field.name: place for place, field in enumerate(dataclasses.fields(Load))}
+    known = json.loads(text) | {"load": load | {"what comes later": 1}}
+    assert wire.read_state(json.dumps(known)).load == Load(**load)
+    lacking = json.dumps(known | {"load": {"num_running": 1}})
+    for wrong in ("", "[]", "{}", "not ready", lacking):
         with pytest.raises(ServerError, match="the answer to a probe cannot be understood"):
             wire.read_state(wrong)

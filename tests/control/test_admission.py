@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from charonia.control import Scheduler
+from charonia.control import KVPool, Scheduler
 from charonia.control.policies import DisplacementByPriority, by_priority, ranked
 from support.echo import EchoExecutor
 from support.invariants import check_invariants
@@ -66,7 +66,7 @@ def test_who_displaces_one_of_two_with_the_same_blocks_begins_with_those_of_the_
     rank = by_priority()
     limits = replace(LIMITS, max_num_seqs=2, async_scheduling=True)
     policy = ranked(rank, DisplacementByPriority(rank))
-    scheduler = Scheduler(limits, hash_secret=b"test", policy=policy)
+    scheduler = Scheduler(limits, KVPool(b"test"), policy=policy)
     engine = make_engine(scheduler)
     plans = []
     for priority in (2, 1):  # neither finds what the other one computes

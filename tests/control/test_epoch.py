@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from charonia.control import FixedDepth, Scheduler, Speculation
+from charonia.control import FixedDepth, KVPool, Scheduler, Speculation
 from support.invariants import check_invariants
 from support.scheduling import (
     LIMITS,
@@ -57,7 +57,7 @@ def test_the_time_of_a_step_is_its_cycle_unless_it_waited_behind_others(num_stag
     observed: list[tuple[float, int]] = []
     limits = replace(LIMITS, num_stages=num_stages)
     speculation = Speculation(max_drafts=2, policy=Observed())
-    scheduler = Scheduler(limits, hash_secret=b"test", speculation=speculation)
+    scheduler = Scheduler(limits, KVPool(b"test"), speculation=speculation)
     add_requests(scheduler, "a")
     plan = scheduler.plan(3.0)
     scheduler.apply(make_engine(scheduler).submit(plan).result(None), 10.0)

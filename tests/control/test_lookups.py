@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from charonia.control import Scheduler
+from charonia.control import KVPool, Scheduler
 from charonia.control.policies import DisplacementByPriority, by_priority, ranked
 from support.scheduling import (
     LIMITS,
@@ -40,7 +40,7 @@ def test_who_is_displaced_keeps_its_blocks_before_those_that_waited_before_it():
     rank = by_priority()
     limits = replace(LIMITS, num_blocks=41, max_num_seqs=1, max_model_len=160)
     policy = ranked(rank, DisplacementByPriority(rank))
-    scheduler = Scheduler(limits, hash_secret=b"test", policy=policy)
+    scheduler = Scheduler(limits, KVPool(b"test"), policy=policy)
     engine = make_engine(scheduler)
     prompts = [[100 + number] * 13 for number in range(4)]
     for number, prompt in enumerate(prompts):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from charonia.control import Request, Scheduler
+from charonia.control import KVPool, Request, Scheduler
 from charonia.control.cache.block_tables import BlockTables
 from charonia.control.policies import (
     DisplacementByPriority,
@@ -282,7 +282,7 @@ def test_with_age_a_request_comes_to_the_front_and_cannot_be_displaced_any_more(
 def test_who_is_in_a_step_is_not_displaced_before_it_is_applied(num_stages):
     policy = by_priority_alone()
     limits = replace(LIMITS, max_num_seqs=1, num_stages=num_stages)
-    scheduler = Scheduler(limits, hash_secret=b"test", policy=policy)
+    scheduler = Scheduler(limits, KVPool(b"test"), policy=policy)
     scheduler.add(make_request("a", 1))
     plan = scheduler.plan(0.0)
     scheduler.add(make_request("b", 0))

@@ -6,9 +6,8 @@ from math import inf
 
 import pytest
 
-from charonia.control import Limits, SchedulerStats
+from charonia.control import KVPool, Limits
 from charonia.control.cache import KVCache
-from charonia.control.cache.block_tables import BlockTables
 from charonia.control.cache.eviction import EVICTIONS, Eviction, Lfu, Lru
 from charonia.control.cache.prefix_index import PrefixIndex
 from charonia.control.state.step import NO_DRAFT
@@ -404,7 +403,7 @@ def test_who_is_refused_asks_for_no_more_until_it_begins_anew(monkeypatch):
     limits = Limits(
         num_blocks=1003, block_size=4, max_model_len=4000, max_num_seqs=2, max_num_batched_tokens=8
     )
-    tables = BlockTables(limits, b"secret", Lru, SchedulerStats())
+    tables = KVPool(b"secret").open(limits)
     held = hold(tables.kv, path(1, 480))
     assert all(tables.kv.set_retention(block_id, 100, None) for block_id in held)
     ranges = [CacheRange(start=1600 + 8 * i, end=1604 + 8 * i, priority=90) for i in range(24)]

@@ -2,7 +2,7 @@
 
 from collections import deque
 
-from charonia.control import FixedDepth, Scheduler, Speculation
+from charonia.control import FixedDepth, KVPool, Scheduler, Speculation
 from support.echo import EchoDrafter, echo_run
 from support.invariants import check_invariants
 from support.scheduling import (
@@ -82,7 +82,7 @@ def test_who_needs_blocks_of_a_request_in_flight_waits_for_its_step():
 
 def test_what_a_client_guesses_is_verified_with_its_prompt_and_then_while_it_is_right():
     speculation = Speculation(max_drafts=3, policy=FixedDepth(), drafter=EchoDrafter(64))
-    scheduler = Scheduler(LIMITS, hash_secret=b"test", speculation=speculation)
+    scheduler = Scheduler(LIMITS, KVPool(b"test"), speculation=speculation)
     engine = make_engine(scheduler)
     answer = echo_run([0, 1, 2], seed=1, max_tokens=12, vocab_size=engine.vocab_size)
     wrong = [*answer[:6], (answer[6] + 1) % engine.vocab_size, *answer[7:]]

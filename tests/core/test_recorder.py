@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from charonia.control import Limits, Scheduler
+from charonia.control import KVPool, Limits, Scheduler
 from charonia.core.admission import GenerationRequest
 from charonia.core.output.outputs import Chunk
 from charonia.core.recording.recorder import REQUESTS, STEPS, Recorder, RecordingExecutor
@@ -187,7 +187,7 @@ def test_steps_are_recorded_with_their_work(make_recorder, tmp_path, overlaps):
     executor = RecordingExecutor(engine, recorder, lambda: float(next(now)))
     assert executor.open(replace=False, on_done=lambda: None).is_done
     limits = Limits(17, 4, 64, 2, 6, async_scheduling=overlaps)
-    scheduler = Scheduler(limits, hash_secret=b"test")
+    scheduler = Scheduler(limits, KVPool(b"test"))
     scheduler.add(make_request("a", max_tokens=4))
     pending = []
     while scheduler.num_live:

@@ -190,6 +190,19 @@ def test_without_a_dtype_the_stored_tensors_tell_it_as_in_transformers(
     assert (expected is torch.float16) == (named is not None and bool(settings))
 
 
+@pytest.mark.parametrize(
+    "architecture", ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
+)
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_the_parameters_of_each_family_are_counted(
+    checkpoint: Checkpoint, architecture: str, is_tied: bool
+) -> None:
+    model_dir = checkpoint(architecture, tie_word_embeddings=is_tied)
+    stored = load_file(model_dir / WEIGHTS)
+    num_stored = sum(one.numel() for one in stored.values())
+    assert ModelSpec.from_dir(model_dir).num_parameters == num_stored
+
+
 @pytest.mark.parametrize("num_ids", [300, 384, 500])
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_a_vocabulary_may_be_cut_or_filled_up_with_zeros(

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from charonia.gateway.errors import ApiError
-from charonia.gateway.openai.fields import Fields, read
+from charonia.gateway.fields import Fields, read
 from charonia.gateway.openai.requests import (
     ChatRequest,
     CompletionRequest,

@@ -1,5 +1,6 @@
 """What breaks behind a gateway: streams go on, or end with an error that says so."""
 
+import asyncio
 import os
 import signal
 from collections.abc import Iterator
@@ -9,15 +10,16 @@ from typing import Any
 import httpx
 import pytest
 from httpx_sse import EventSource
+from openai import AsyncOpenAI
 
 from charonia.launch.server.run import running_server
 from charonia.launch.server.tritonserver import TritonServer
-from support.e2e import ENDLESS, ENDLESS_BLOCKS, ONE_THREAD, one_torch_thread, wait_for, wait_idle
+from support.e2e import ENDLESS, ENDLESS_BLOCKS, ONE_THREAD, one_torch_thread, wait_idle
 from support.gateway import Gateway, running_gateway
 from support.long import long
 
 TEXT = "/v1/completions"
-SETTINGS = (ONE_THREAD, ENDLESS_BLOCKS, "max_num_seqs=8")
+SETTINGS = (ONE_THREAD, ENDLESS_BLOCKS, "max_num_seqs=16")
 SAMPLED: dict[str, Any] = {"prompt": "def f(", "temperature": 1.2, "ignore_eos": True}
 
 
@@ -39,26 +41,67 @@ def events_of(reply: httpx.Response) -> Iterator[dict[str, Any]]:
     raise AssertionError("no [DONE]")
 
 
-@long
-def test_a_stream_goes_on_where_the_engine_dies(frail: TritonServer, model: Path) -> None:
-    body = SAMPLED | {"seed": 5, "max_tokens": 1500, "stream": True}
-    with running_gateway([frail.grpc_url], model) as gateway:
-        with gateway.http.stream("POST", TEXT, json=body) as reply:
-            wanted = "".join(event["choices"][0]["text"] for event in events_of(reply))
-        assert gateway.http.get("/health/ready").status_code == 200
-        with gateway.http.stream("POST", TEXT, json=body) as reply:
-            events = events_of(reply)
-            text = next(events)["choices"][0]["text"]
-            (pid,) = frail.pids("engine")
-            os.kill(pid, signal.SIGKILL)
-            text += "".join(event["choices"][0]["text"] for event in events)
-        assert text == wanted
-        (new_pid,) = frail.pids("engine")
-        assert new_pid != pid, "it was not killed in mid-stream"
-        ready = wait_for(
-            lambda: gateway.http.get("/health/ready"), lambda reply: reply.status_code == 200
+class Streams:
+    """Streams of the SDK, all at once.
+
+    Attributes:
+        have_begun: set once each has had its first token.
+    """
+
+    def __init__(self, gateway: Gateway, count: int) -> None:
+        self._sdk = AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0)
+        self._count = count
+        self._num_begun = 0
+        self.have_begun = asyncio.Event()
+
+    async def texts(self) -> list[str]:
+        """The texts that came, to the end of each."""
+        async with self._sdk:
+            return await asyncio.gather(*map(self._text, range(self._count)))
+
+    async def _text(self, seed: int) -> str:
+        body = {"ignore_eos": True}
+        stream = await self._sdk.completions.create(
+            model="model",
+            prompt="def f(",
+            temperature=1.2,
+            max_tokens=600,
+            seed=seed,
+            stream=True,
+            extra_body=body,
         )
-        assert ready.json()["status"] == "ready"
+        parts = []
+        async for chunk in stream:
+            if not parts:
+                self._num_begun += 1
+                if self._num_begun == self._count:
+                    self.have_begun.set()
+            parts.append(chunk.choices[0].text)
+        return "".join(parts)
+
+
+@long
+def test_sixteen_streams_go_on_where_the_engine_dies(frail: TritonServer, model: Path) -> None:
+    async def disturbed(gateway: Gateway) -> tuple[list[str], set[int]]:
+        streams, statuses = Streams(gateway, 16), set[int]()
+        running = asyncio.create_task(streams.texts())
+        await streams.have_begun.wait()
+        os.kill(frail.pids("engine")[0], signal.SIGKILL)
+        async with httpx.AsyncClient(base_url=gateway.url) as http:
+            while not running.done():
+                statuses.add((await http.get("/health/ready")).status_code)
+                await asyncio.sleep(0.02)
+        return await running, statuses
+
+    with running_gateway([frail.grpc_url], model, "--served-model-name", "model") as gateway:
+        wanted = asyncio.run(Streams(gateway, 16).texts())
+        assert gateway.http.get("/health/ready").status_code == 200
+        (pid,) = frail.pids("engine")
+        texts, statuses = asyncio.run(disturbed(gateway))
+        assert texts == wanted
+        assert statuses == {200, 503}, "it said that it is not ready, and that it is"
+        assert frail.pids("engine") != [pid]
+        assert gateway.http.get("/health/ready").json()["status"] == "ready"
     wait_idle(frail)
 
 

@@ -21,6 +21,7 @@ from support.e2e import (
     wait_idle,
 )
 from support.gateway import Gateway, asking, running_gateway, wait_metric
+from support.long import long
 
 CANCELLED = "charonia_cancellations_total"
 GENERATED = "charonia_generation_tokens_total"
@@ -161,9 +162,15 @@ def test_a_reader_that_is_slow_gets_all(server: TritonServer, gateway: Gateway) 
     wait_idle(server)
 
 
-def test_many_who_leave_leave_no_descriptor_behind(server: TritonServer, gateway: Gateway) -> None:
+@pytest.mark.parametrize("num_waves", [10, pytest.param(250, marks=long)])
+def test_many_who_leave_leave_no_descriptor_and_no_task_behind(
+    server: TritonServer, gateway: Gateway, num_waves: int
+) -> None:
     def descriptors() -> int:
         return len(list(Path(f"/proc/{gateway.process.pid}/fd").iterdir()))
+
+    def tasks() -> float:
+        return gateway.metrics()["charonia_gateway_tasks"]
 
     def leave(number: int) -> None:
         with contextlib.ExitStack() as stack:
@@ -175,10 +182,12 @@ def test_many_who_leave_leave_no_descriptor_behind(server: TritonServer, gateway
     leave(8)
     wait_idle(server)
     before = wait_for(descriptors, lambda found: found < 40)
-    for _ in range(10):
+    num_tasks = tasks()
+    for _ in range(num_waves):
         leave(8)
     wait_idle(server)
     assert wait_for(descriptors, lambda found: found <= before + 2) <= before + 2
+    assert wait_for(tasks, lambda found: found <= num_tasks) <= num_tasks
     assert gateway.metrics()["charonia_gateway_requests_in_flight"] == 1
 
 

@@ -18,7 +18,7 @@ from core.bench import byte_tokenizer
 from support.echo import EchoExecutor
 from support.waiting import WAIT_S, eventually
 
-NAMES = {"engine_up", "reason", "step_age_s", "turn_age_s", "max_model_len"}
+NAMES = {"engine_up", "reason", "step_age_s", "turn_age_s", "max_model_len", "load"}
 
 
 class Gated(EchoExecutor):
@@ -116,6 +116,47 @@ def test_a_probe_is_in_no_metric_of_requests(service: EngineService) -> None:
     wait_idle(service)
     assert counted(service) == {}
     assert service.metrics.drain() == {}
+
+
+class Permitted(EchoExecutor):
+    """An engine of one row that runs as many steps as it is permitted."""
+
+    def __init__(self) -> None:
+        super().__init__(max_num_seqs=1)
+        self.permits = threading.Semaphore(0)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        assert self.permits.acquire(timeout=WAIT_S)
+        return super().execute(plan)
+
+
+def test_a_probe_tells_the_load_and_what_was_done() -> None:
+    engine = Permitted()
+    service = serving(engine)
+    prober = Prober(service, byte_tokenizer())
+    assert prober.load()["num_running"] == 0
+    ends = [threading.Event() for _ in range(2)]
+    for index, end in enumerate(ends):
+        request = GenerationRequest(
+            key=str(index), prompt_ids=[1, 2, 3], params=SamplingParams(max_tokens=4)
+        )
+        service.submit(request, lambda chunk, end=end: end.set() if chunk.is_final else None)
+    engine.permits.release(2)  # both are known at the end of the second step
+    eventually(lambda: prober.load()["num_waiting"] == 1)
+    load = ask(prober)["load"]
+    assert load["num_running"] == 1
+    assert load["kv_blocks_used"] > 0
+    assert load["kv_blocks_total"] == service.info.num_blocks - 1
+    assert 0 <= load["engine_age_s"] < WAIT_S
+    engine.permits.release(100)
+    assert all(end.wait(WAIT_S) for end in ends)
+    eventually(lambda: not prober.load()["num_running"])
+    load = prober.load()
+    assert (load["num_waiting"], load["kv_blocks_used"]) == (0, 0)
+    assert (load["prompt_tokens"], load["generation_tokens"]) == (6, 8)
+    queried = service.metrics.counters["charonia_prefix_cache_queried_tokens_total", ""]
+    assert load["cache_queried_tokens"] == queried
+    service.close()
 
 
 def test_a_probe_is_answered_while_the_queue_is_full_and_an_engine_hangs(

@@ -11,6 +11,7 @@ from charonia.control import (
     AdaptiveDepth,
     FixedDepth,
     Group,
+    KVPool,
     Limits,
     PeakMemory,
     PrefixSharing,
@@ -103,20 +104,23 @@ class Driver:
         self.policy = POLICIES[scenario.policy]()
         self.view = CacheView(scenario.block_size)
         self.stats = SchedulerStats()
+        pool = KVPool(
+            b"s" * 16,
+            eviction=ALL_EVICTIONS[scenario.eviction],
+            events=self.view,
+            weight_of=WEIGHTS.__getitem__ if scenario.has_cache_shares else None,
+        )
         self.scheduler = Scheduler(
             self.limits,
-            hash_secret=b"s" * 16,
+            pool,
             stats=self.stats,
             speculation=self._speculation(),
             policy=self.policy,
             prompt_budget=self._prompt_budget(),
             peak_memory=self._peak_memory(),
             step_size=self._step_size(),
-            eviction=ALL_EVICTIONS[scenario.eviction],
             sharing=None if scenario.patience is None else Patience(scenario.patience),
-            cache_events=self.view,
             tiers=self._tiers(),
-            cache_weight_of=WEIGHTS.__getitem__ if scenario.has_cache_shares else None,
         )
         self.in_flight: deque[Pending] = deque()
         self.most_in_flight = 0

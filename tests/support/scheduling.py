@@ -1,6 +1,6 @@
 """A scheduler and an echoing engine side by side, for tests that look in between."""
 
-from charonia.control import Limits, Request, Scheduler
+from charonia.control import KVPool, Limits, Request, Scheduler
 from charonia.protocol import RowSampling, StepPlan
 from support.echo import EchoExecutor
 from support.invariants import check_invariants
@@ -12,7 +12,7 @@ LIMITS = Limits(
 
 def make_scheduler(**changes) -> Scheduler:
     values = {name: getattr(LIMITS, name) for name in LIMITS.__slots__} | changes
-    return Scheduler(Limits(**values), hash_secret=b"test")
+    return Scheduler(Limits(**values), KVPool(b"test"))
 
 
 def make_request(key: str, num_prompt: int = 8, **changes) -> Request:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from charonia.control import (
+    KVPool,
     Limits,
     PeakMemory,
     Policy,
@@ -70,7 +71,7 @@ class Bench:
         stats = SchedulerStats()
         self.scheduler = Scheduler(
             limits,
-            hash_secret=b"test",
+            KVPool(b"test", eviction=eviction, weight_of=cache_weight_of),
             stats=stats,
             policy=policy,
             speculation=speculation,
@@ -78,9 +79,7 @@ class Bench:
             peak_memory=peak_memory,
             step_size=step_size,
             sharing=sharing,
-            eviction=eviction,
             tiers=self.tiers(stats),
-            cache_weight_of=cache_weight_of,
         )
 
     def tiers(self, stats: SchedulerStats) -> Tiers | None:

@@ -4,7 +4,7 @@ Standard library only: no torch, no threads, no clock (time is an argument). `Sc
 only public state machine; everything else in here is a part of it.
 """
 
-from charonia.control.cache import CacheEvents, Tiers
+from charonia.control.cache import CacheEvents, KVPool, Tiers
 from charonia.control.drafts.depth import AdaptiveDepth, FixedDepth
 from charonia.control.drafts.drafter import Drafter
 from charonia.control.drafts.ngram import NgramDrafter
@@ -31,6 +31,7 @@ __all__ = [
     "Drafter",
     "FixedDepth",
     "Group",
+    "KVPool",
     "Late",
     "Limits",
     "LoadShedding",

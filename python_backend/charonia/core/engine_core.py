@@ -129,6 +129,11 @@ class EngineCore:
         return self._replica.recovery.is_serving
 
     @property
+    def serving_since(self) -> float | None:
+        """When the engine that serves was found; None while there is none."""
+        return self._replica.recovery.serving_since
+
+    @property
     def down_reason(self) -> str | None:
         """Why requests do not wait for an engine; None while they do, or there is one."""
         return self._replica.recovery.down_reason

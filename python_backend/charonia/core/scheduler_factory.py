@@ -12,6 +12,7 @@ from charonia.control import (
     CacheEvents,
     Drafter,
     FixedDepth,
+    KVPool,
     Limits,
     NgramDrafter,
     PeakMemory,
@@ -25,6 +26,7 @@ from charonia.control import (
     SuffixDrafter,
     Tiers,
 )
+from charonia.control.cache import BlockHasher
 from charonia.control.cache.eviction import EVICTIONS
 from charonia.control.policies import (
     Deadlines,
@@ -60,7 +62,7 @@ def make_scheduler(
     """Set up the scheduler of one engine.
 
     Args:
-        hash_secret, epoch, stats, cache_events, tiers: see `Scheduler`.
+        hash_secret, cache_events: see `KVPool`. epoch, stats, tiers: see `Scheduler`.
         weight_of: of a tenant, for fair shares of the engine and of the cache.
         journal: takes its calls; None where nobody writes one.
     """
@@ -68,9 +70,16 @@ def make_scheduler(
     if journal is not None:
         new = partial(JournaledScheduler, journal, engine_args, scheduler_args)
         weight_of = journal.weighing(weight_of)
+    pool = KVPool(
+        hash_secret,
+        eviction=EVICTIONS[engine_args.eviction_policy],
+        events=cache_events,
+        weight_of=weight_of if scheduler_args.fair_share else None,
+        new_hasher=BlockHasher if journal is None else journal.new_hasher,
+    )
     return new(
         limits,
-        hash_secret=hash_secret,
+        pool,
         epoch=epoch,
         stats=stats,
         speculation=_speculation(engine_args.speculative_config),
@@ -78,11 +87,8 @@ def make_scheduler(
         prompt_budget=_prompt_budget(engine_args, scheduler_args),
         peak_memory=_peak_memory(scheduler_args),
         step_size=_step_size(engine_args, scheduler_args, limits),
-        eviction=EVICTIONS[engine_args.eviction_policy],
         sharing=_prefix_sharing(engine_args),
-        cache_events=cache_events,
         tiers=tiers,
-        cache_weight_of=weight_of if scheduler_args.fair_share else None,
     )
 
 

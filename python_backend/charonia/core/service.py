@@ -52,6 +52,8 @@ class ServiceState:
     Attributes:
         is_up: whether steps can run. down_reason: why requests are refused; None while they are
             not.
+        serving_since: when the engine that serves was found, on the monotonic clock; None while
+            there is none.
         num_live: requests that were accepted and have had no end.
         last_step_at: when a step with tokens was last applied, on the monotonic clock; None before
             the first.
@@ -61,6 +63,7 @@ class ServiceState:
 
     is_up: bool
     down_reason: str | None
+    serving_since: float | None
     num_live: int
     last_step_at: float | None
     last_turn_at: float | None
@@ -141,7 +144,7 @@ class EngineService(RequestEvents):
         self._is_woken = False
         self._wake = threading.Condition()
         self._is_connected = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="charonia-engine", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="charonia-scheduling", daemon=True)
 
     @property
     def metrics(self) -> Metrics:
@@ -160,6 +163,7 @@ class EngineService(RequestEvents):
         return ServiceState(
             is_up=core.is_up,
             down_reason=core.down_reason,
+            serving_since=core.serving_since,
             num_live=len(self._sinks),
             last_step_at=core.last_step_at,
             last_turn_at=self._last_turn_at,

@@ -5,14 +5,18 @@ server       the process: uvicorn, signals, draining
 connections  bounds on connections that uvicorn does not have
 app          the routes
 observing    one record per request: its id, its log line, the metrics
+figures      the figures of /v1/metrics
 watching     runs a request's work, watches its connection, turns errors into answers
 errors       errors in OpenAI's form
 upstream     the servers behind: which one gets a request, and when another one is tried
 breaker      the circuit breaker of a server
 prompts      converts texts to token ids and back, off the event loop
 generation   one client call as requests of the scheduler, whole or as a stream
+serving      what every request for text needs
+fields       reads and checks a request
 openai/      OpenAI's requests and answers
 page/        the page at `/`
+rest/        a plain REST API
 
 It knows servers only through `charonia_client`, never an engine.
 """

@@ -19,15 +19,18 @@ from charonia.gateway.errors import INVALID, NOT_FOUND, ApiError, internal, no_s
 from charonia.gateway.observing import Metrics, Observed, record_of
 from charonia.gateway.openai import chat, completions, tokens
 from charonia.gateway.openai.answers import Model, Models
-from charonia.gateway.openai.serving import Serving
 from charonia.gateway.page.routes import add_page
+from charonia.gateway.rest import batch, generate, status
+from charonia.gateway.serving import Serving
 from charonia.gateway.watching import Watch, Work
 from charonia.version import VERSION
 
 LIVE = "/health/live"
 READY = "/health/ready"
 METRICS = "/metrics"
-QUIET = frozenset((LIVE, READY, METRICS))
+HEALTH = "/v1/health"
+FIGURES = "/v1/metrics"
+QUIET = frozenset((LIVE, READY, METRICS, HEALTH, FIGURES))
 
 
 def make_app(
@@ -63,6 +66,18 @@ def _add_generation(app: FastAPI, serving: Serving, watch: Watch) -> None:
         """Generate the next message of a conversation."""
         record = record_of(request.scope)
         return Work(watch, lambda body, reply: chat.chat(serving, record, body, reply))
+
+    @app.post("/v1/generate")
+    async def generate_one(request: Request) -> Response:
+        """Complete one prompt."""
+        record = record_of(request.scope)
+        return Work(watch, lambda body, reply: generate.generate(serving, record, body, reply))
+
+    @app.post("/v1/batch")
+    async def generate_several(request: Request) -> Response:
+        """Complete several prompts at once."""
+        record = record_of(request.scope)
+        return Work(watch, lambda body, reply: batch.batch(serving, record, body, reply))
 
     @app.post("/tokenize")
     async def tokenize() -> Response:
@@ -111,29 +126,34 @@ def _add_health(app: FastAPI, serving: Serving, watch: Watch, metrics: Metrics) 
     @app.get(READY)
     async def ready() -> Response:
         """Say whether the gateway and one of its servers would accept a request now."""
-        if watch.is_draining:
-            return _json({"status": "draining"}, HTTPStatus.SERVICE_UNAVAILABLE)
-        states = await serving.upstream.states()
-        servers = [
-            {
-                "server": server.url,
-                "ready": state is not None and state.is_up,
-                "reason": "no answer" if state is None else state.reason,
-            }
-            for server, state in zip(serving.upstream.servers, states, strict=True)
-        ]
-        if any(one["ready"] for one in servers):
-            return _json({"status": "ready", "servers": servers})
-        return _json({"status": "not ready", "servers": servers}, HTTPStatus.SERVICE_UNAVAILABLE)
+        return _health(await status.health(serving.upstream, is_draining=watch.is_draining))
+
+    @app.get(HEALTH)
+    async def health() -> Response:
+        """Say the same, and that this process works."""
+        found = await status.health(serving.upstream, is_draining=watch.is_draining)
+        return _health({"live": True, **found})
+
+    @app.get(FIGURES)
+    async def figures() -> Response:
+        """Return what clients got, and what the servers have to do."""
+        upstream = serving.upstream
+        return _json(await status.metrics(upstream, metrics.figures, watch.num_requests))
 
     @app.get(METRICS)
     async def page() -> Response:
         """Return the gateway's own metrics."""
+        metrics.tasks.set(len(asyncio.all_tasks()))
         for server in serving.upstream.servers:
             metrics.outstanding.labels(server.url).set(server.num_requests)
             metrics.breaker_open.labels(server.url).set(server.breaker.is_open)
         content = await asyncio.to_thread(generate_latest, metrics.registry)
         return Response(content, media_type=CONTENT_TYPE_LATEST)
+
+
+def _health(found: dict[str, Any]) -> Response:
+    is_ready = found["status"] == "ready"
+    return _json(found, HTTPStatus.OK if is_ready else HTTPStatus.SERVICE_UNAVAILABLE)
 
 
 def _json(value: Any, status: int = HTTPStatus.OK) -> Response:

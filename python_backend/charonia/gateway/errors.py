@@ -131,6 +131,15 @@ def internal() -> ApiError:
     )
 
 
+def of_any(error: ApiError | CharoniaClientError | CharoniaError) -> ApiError:
+    """Convert whatever may end a request's work, other than a fault of the gateway."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, CharoniaClientError):
+        return of_client_error(error)
+    return of_own_error(error)
+
+
 def of_client_error(error: CharoniaClientError) -> ApiError:
     """Convert an error of a server or of the connection to it."""
     message, code = error.message, error.kind

@@ -6,6 +6,7 @@ in which a client wants them.
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
@@ -62,7 +63,7 @@ class Run:
         self._upstream = upstream
         self._record = record
         self.usage = Usage(sum(len(prompt.ids) for prompt in generation.prompts))
-        record.prompt_tokens = self.usage.prompt_tokens
+        record.prompt_tokens += self.usage.prompt_tokens
 
     async def complete(self) -> list[Completion]:
         """Return the whole answers, one per prompt.
@@ -82,6 +83,7 @@ class Run:
         for index, completion in enumerate(completions):
             self._count(completion.num_output_tokens)
             self._count_cached(index, completion.timing)
+        self._record.note_answer(self.usage.completion_tokens)
         return completions
 
     async def stream(self) -> AsyncGenerator[tuple[int, Chunk], None]:
@@ -89,6 +91,7 @@ class Run:
 
         Closing the generator cancels the requests that have not ended.
         """
+        came_at: dict[tuple[int, int], float] = {}  # the last token, by prompt and sample
         prompts = range(len(self.generation.prompts))
         streams = [self._chunks(index) for index in prompts]
         both = streams[0] if len(streams) == 1 else merged(streams)
@@ -96,9 +99,22 @@ class Run:
             async for index, chunk in chunks:
                 self._record.first_token()
                 self._count(chunk.num_output_tokens)
+                self._time(came_at, (index, chunk.index), chunk.num_output_tokens)
                 if chunk.is_final:
                     self._count_cached(index, chunk.timing)
                 yield index, chunk
+        self._record.note_answer(self.usage.completion_tokens)
+
+    def _time(
+        self, came_at: dict[tuple[int, int], float], place: tuple[int, int], count: int | None
+    ) -> None:
+        """Note the time between the tokens of a sample."""
+        if not count or self.generation.hides_output:
+            return
+        now = time.monotonic()
+        if place in came_at:
+            self._record.note_gap(now - came_at[place], count)
+        came_at[place] = now
 
     async def _chunks(self, index: int) -> AsyncGenerator[tuple[int, Chunk], None]:
         generation = self.generation
@@ -118,7 +134,7 @@ class Run:
     def _count(self, num_tokens: int | None) -> None:
         if not self.generation.hides_output:
             self.usage.completion_tokens += num_tokens or 0
-            self._record.completion_tokens = self.usage.completion_tokens
+            self._record.count_tokens(num_tokens or 0)
 
     def _count_cached(self, index: int, timing: object) -> None:
         """Count the cached tokens of a prompt, once for all its samples."""

@@ -19,9 +19,11 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from charonia.events import event
+from charonia.gateway.figures import Figures
 
 _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 UNKNOWN_ROUTE = "other"
 
 
@@ -29,10 +31,11 @@ class Metrics:
     """Metrics of one gateway.
 
     Attributes:
-        registry: holds all of them.
+        registry: holds all of them but `figures`.
     """
 
     def __init__(self) -> None:
+        self.figures = Figures()
         self.registry = registry = CollectorRegistry()
         self.requests = Counter(
             "charonia_gateway_requests",
@@ -58,6 +61,12 @@ class Metrics:
             buckets=_SECONDS,
             registry=registry,
         )
+        self.inter_token_seconds = Histogram(
+            "charonia_gateway_inter_token_seconds",
+            "Between a token of a stream and the next one, of each sample.",
+            buckets=_TOKEN_SECONDS,
+            registry=registry,
+        )
         self.prompt_tokens = Counter(
             "charonia_gateway_prompt_tokens", "Of requests with an answer.", registry=registry
         )
@@ -68,6 +77,11 @@ class Metrics:
             "charonia_gateway_retries",
             "Requests that a server did not take, and another one was asked.",
             ["server"],
+            registry=registry,
+        )
+        self.tasks = Gauge(
+            "charonia_gateway_tasks",
+            "Tasks of the event loop: a few, and some per request that is being answered.",
             registry=registry,
         )
         self.outstanding = Gauge(
@@ -95,16 +109,37 @@ class Record:
 
     request_id: str
     started_at: float
+    metrics: Metrics
     status: int | None = None
     reason: str | None = None
     prompt_tokens: int = 0
     completion_tokens: int = 0
     first_token_s: float | None = None
 
+    @property
+    def seconds(self) -> float:
+        """Since the request came."""
+        return time.monotonic() - self.started_at
+
     def first_token(self) -> None:
         """Note the first token."""
         if self.first_token_s is None:
-            self.first_token_s = time.monotonic() - self.started_at
+            self.first_token_s = self.seconds
+            self.metrics.figures.note_first_token(self.first_token_s)
+
+    def count_tokens(self, count: int) -> None:
+        """Note tokens that came."""
+        self.completion_tokens += count
+        self.metrics.figures.note_tokens(count)
+
+    def note_gap(self, seconds: float, count: int) -> None:
+        """Note that so many tokens came so long after the token before them."""
+        for _ in range(count):
+            self.metrics.inter_token_seconds.observe(seconds / count)
+
+    def note_answer(self, num_tokens: int) -> None:
+        """Note that a prompt's answer is complete."""
+        self.metrics.figures.note_answer(num_tokens, self.seconds)
 
 
 def record_of(scope: Scope) -> Record:
@@ -137,7 +172,7 @@ class Observed:
             return
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _ID.fullmatch(given) else secrets.token_hex(16)
-        record = Record(request_id, time.monotonic())
+        record = Record(request_id, time.monotonic(), self._metrics)
         scope.setdefault("state", {})["record"] = record
 
         async def send_with_id(message: Message) -> None:
@@ -157,7 +192,7 @@ class Observed:
             self._note(scope, record)
 
     def _note(self, scope: Scope, record: Record) -> None:
-        seconds = time.monotonic() - record.started_at
+        seconds = record.seconds
         status = record.status or 0
         metrics = self._metrics
         route = getattr(scope.get("route"), "path", UNKNOWN_ROUTE)

@@ -24,8 +24,8 @@ from charonia.events import event
 from charonia.gateway.app import make_app
 from charonia.gateway.connections import Connection
 from charonia.gateway.observing import Metrics
-from charonia.gateway.openai.serving import Serving
 from charonia.gateway.prompts import Prompts, Template
+from charonia.gateway.serving import Serving
 from charonia.gateway.settings import GatewaySettings
 from charonia.gateway.upstream import Upstream
 from charonia.gateway.watching import Watch

@@ -57,6 +57,7 @@ class Reply:
     def __init__(self, send: Send, stall_s: float) -> None:
         self._send = send
         self._stall_s = stall_s
+        self._has_lines = False
         self.is_streaming = False
         self.is_complete = False
 
@@ -69,35 +70,40 @@ class Reply:
 
     async def event(self, value: Any) -> None:
         """Send a server-sent event. The first one begins the stream."""
-        if not self.is_streaming:
-            self.is_streaming = True
-            await self._start(
-                HTTPStatus.OK,
-                {
-                    "content-type": "text/event-stream; charset=utf-8",
-                    "cache-control": "no-cache",
-                    "x-accel-buffering": "no",
-                },
-            )
-        data = _encode(value)
-        for character, escape in _ESCAPES:
-            data = data.replace(character, escape)
-        await self._part(b"data: " + data + b"\n\n")
+        await self._begin("text/event-stream; charset=utf-8")
+        await self._part(b"data: " + _as_line(value) + b"\n\n")
+
+    async def line(self, value: Any) -> None:
+        """Send a line of JSON. The first one begins a stream of lines."""
+        self._has_lines = True
+        await self._begin("application/x-ndjson")
+        await self._part(_as_line(value) + b"\n")
 
     async def done(self) -> None:
         """End a stream."""
-        await self._part(b"data: [DONE]\n\n", is_last=True)
+        await self._part(b"" if self._has_lines else b"data: [DONE]\n\n", is_last=True)
 
     async def error(self, error: ApiError) -> None:
         """Answer with an error."""
         if self.is_complete:
             return
         if self.is_streaming:
-            await self.event(error.body)
+            await (self.line if self._has_lines else self.event)(error.body)
             await self.done()
         else:
             headers = {name.replace("-", "_"): value for name, value in error.headers.items()}
             await self.whole(error.body, error.status, **headers)
+
+    async def _begin(self, content_type: str) -> None:
+        if self.is_streaming:
+            return
+        self.is_streaming = True
+        headers = {
+            "content-type": content_type,
+            "cache-control": "no-cache",
+            "x-accel-buffering": "no",
+        }
+        await self._start(HTTPStatus.OK, headers)
 
     async def _start(self, status: int, headers: dict[str, str]) -> None:
         pairs = [(k.replace("_", "-").encode(), v.encode()) for k, v in headers.items()]
@@ -192,12 +198,8 @@ class Work(Response):
             try:
                 with self._watch.admitting() as body:
                     await self._work(await body.read(scope, receive), receive, reply)
-            except ApiError as error:
-                await self._refuse(scope, reply, error)
-            except CharoniaClientError as error:
-                await self._refuse(scope, reply, errors.of_client_error(error))
-            except CharoniaError as error:
-                await self._refuse(scope, reply, errors.of_own_error(error))
+            except (ApiError, CharoniaClientError, CharoniaError) as error:
+                await self._refuse(scope, reply, errors.of_any(error))
             except ClientLeft:
                 record.status, record.reason = errors.CLIENT_LEFT, "the client left"
             except StalledError:
@@ -296,6 +298,14 @@ class Body:
                 f"the request's body must have at most {most} bytes",
                 code="request_too_large",
             )
+
+
+def _as_line(value: Any) -> bytes:
+    """Encode a value without anything that a client library may take for the end of a line."""
+    data = _encode(value)
+    for character, escape in _ESCAPES:
+        data = data.replace(character, escape)
+    return data
 
 
 async def _until_left(receive: Receive) -> None:

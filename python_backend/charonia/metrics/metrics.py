@@ -1,8 +1,8 @@
 """Counts and distributions of what the engine did, as plain numbers in this process.
 
 Owns the values; `metric_table` has names and meanings. Must not know how they are exported:
-`triton_page` reads the numbers and drains the observations. Only the engine's thread writes, except
-for rejections, which the service counts under its lock.
+`triton_page` reads the numbers and drains the observations. Only the scheduling thread writes,
+except for rejections, which the service counts under its lock.
 
 What belongs to a request is counted before its last chunk is delivered.
 """

@@ -1,5 +1,7 @@
 """KV blocks: references to them, their content, and the order of eviction.
 
+    KVPool           settings that outlive an engine; makes the block tables of the next one
+        │
     BlockTables (of requests)
         │
     KVCache ──┬── BlockPool      references; blocks without content
@@ -14,6 +16,7 @@ Knows nothing about rows, steps or scheduling policies.
 from charonia.control.cache.block_keys import BlockHasher
 from charonia.control.cache.cache_events import CacheEvents
 from charonia.control.cache.kv_cache import KVCache
+from charonia.control.cache.kv_pool import KVPool
 from charonia.control.cache.tiers import Tiers
 
-__all__ = ["BlockHasher", "CacheEvents", "KVCache", "Tiers"]
+__all__ = ["BlockHasher", "CacheEvents", "KVCache", "KVPool", "Tiers"]

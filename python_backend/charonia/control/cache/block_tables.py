@@ -4,14 +4,14 @@ Owns the mapping from a request's tokens to blocks of the pool. Knows nothing ab
 policy: others decide which request gets blocks, and which loses them.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from math import inf
 
-from charonia.control.cache import BlockHasher, CacheEvents, KVCache, Tiers
-from charonia.control.cache.eviction import Eviction
+from charonia.control.cache.block_keys import BlockHasher
+from charonia.control.cache.cache_events import CacheEvents
+from charonia.control.cache.kv_cache import KVCache
 from charonia.control.state.limits import Limits
 from charonia.control.state.request import Request
-from charonia.control.state.stats import SchedulerStats
 from charonia.control.state.step import NO_DRAFT, Draft
 from charonia.protocol import DEFAULT_CACHE_PRIORITY, BlockCopy
 
@@ -20,30 +20,23 @@ class BlockTables:
     """Block tables over one pool.
 
     Args:
-        hash_secret: key of the block hash, 1 to 64 random bytes.
-        eviction, stats, events, tiers, weight_of, new_hasher: see `Scheduler`.
-
-    Attributes:
-        kv: the pool.
+        kv: the engine's blocks.
+        hasher: makes the keys of full blocks.
+        events: told about published blocks; None tells nothing.
     """
 
     def __init__(
         self,
         limits: Limits,
-        hash_secret: bytes,
-        eviction: Callable[[int], Eviction],
-        stats: SchedulerStats,
+        kv: KVCache,
+        hasher: BlockHasher,
         events: CacheEvents | None = None,
-        tiers: Tiers | None = None,
-        weight_of: Callable[[str], float] | None = None,
-        new_hasher: Callable[[bytes, int], BlockHasher] = BlockHasher,
     ) -> None:
-        num_blocks = limits.num_blocks
-        self.kv = KVCache(num_blocks, eviction(num_blocks), stats, events, tiers, weight_of)
+        self.kv = kv
         self._events = events
         self._limits = limits
         self._block_size = limits.block_size
-        self._hasher = new_hasher(hash_secret, limits.block_size)
+        self._hasher = hasher
 
     def hits(self, request: Request) -> list[int]:
         """Blocks that a waiting request would begin with: another sample's, or cached ones.

@@ -12,6 +12,9 @@ steps::
 The time that a token adds grows along a prompt, because it attends to more tokens. `PromptTime`
 learns the time per attended token; this module learns the rest.
 
+It is used only with `inter_token_target_ms`. Without a target the tokens of the whole step are the
+only limit.
+
 While requests wait there may be no step without prompts. Until the time of a step with so many rows
 is known, a step with at most `LEAST_TOKENS` prompt tokens counts as one without prompts. The time
 of rows changes, and any increase would be charged to prompt tokens. So after `LOOK_EVERY` steps

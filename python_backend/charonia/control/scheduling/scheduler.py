@@ -17,11 +17,9 @@ no new block while any request waits.
 blocks of one engine and the steps in flight; it chooses which requests move.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
-from charonia.control.cache import BlockHasher, CacheEvents, KVCache, Tiers
-from charonia.control.cache.block_tables import BlockTables
-from charonia.control.cache.eviction import Eviction, Lru
+from charonia.control.cache import KVCache, KVPool, Tiers
 from charonia.control.drafts.speculation import Speculation
 from charonia.control.estimators.output_lengths import OutputLengths
 from charonia.control.estimators.peak_memory import PeakMemory
@@ -46,7 +44,8 @@ class Scheduler:
 
     Args:
         limits: capacity of the engine.
-        hash_secret: key of the block hash, 1 to 64 random bytes.
+        pool: the KV cache, which outlives the engine. Must not be shared with another scheduler
+            that is in use.
         epoch: the engine's last epoch; the first plan opens the next one.
         stats: counts to continue, those of a scheduler that this one replaces.
         speculation: makes drafts for rows that sample; None makes none.
@@ -56,14 +55,9 @@ class Scheduler:
             have room now.
         step_size: chooses the most rows and tokens of a step; None takes the most that `limits`
             allow.
-        eviction: makes the eviction policy of an epoch from the number of blocks.
         sharing: makes requests wait for a prefix that another one is computing; None lets each
             compute what is not cached.
-        cache_events: told which blocks can be hit; None tells nothing.
-        tiers: slower tiers of this engine's KV cache; None without tiers. Their hash secret
-            replaces `hash_secret`.
-        cache_weight_of: a tenant's weight in the cache; None without shares.
-        new_hasher: makes the hasher of blocks from the secret and the tokens per block.
+        tiers: slower tiers of this engine's KV cache; None without tiers.
 
     Attributes:
         shedding: what steps do without under load; may be set at any time.
@@ -72,8 +66,8 @@ class Scheduler:
     def __init__(
         self,
         limits: Limits,
+        pool: KVPool,
         *,
-        hash_secret: bytes,
         epoch: int = 0,
         stats: SchedulerStats | None = None,
         speculation: Speculation | None = None,
@@ -81,12 +75,8 @@ class Scheduler:
         prompt_budget: PromptBudget | None = None,
         peak_memory: PeakMemory | None = None,
         step_size: StepSize | None = None,
-        eviction: Callable[[int], Eviction] = Lru,
         sharing: PrefixSharing | None = None,
-        cache_events: CacheEvents | None = None,
         tiers: Tiers | None = None,
-        cache_weight_of: Callable[[str], float] | None = None,
-        new_hasher: Callable[[bytes, int], BlockHasher] = BlockHasher,
     ) -> None:
         self.stats = stats or SchedulerStats()
         self.shedding = NO_SHEDDING
@@ -107,11 +97,7 @@ class Scheduler:
         self._live = LiveRequests(
             self._policy, self._suspects, speculation, lengths, peak_memory, self.stats
         )
-        self._hash_secret = hash_secret
-        self._new_eviction = eviction
-        self._cache_events = cache_events
-        self._cache_weight_of = cache_weight_of
-        self._new_hasher = new_hasher
+        self._pool = pool
         self._late: list[Late] = []  # see take_late()
         self._epoch = self._open_epoch(epoch + 1, limits, tiers)
 
@@ -139,7 +125,7 @@ class Scheduler:
 
     @property
     def kv(self) -> KVCache:
-        """The engine's pool of blocks."""
+        """The engine's blocks."""
         return self._epoch.blocks.kv
 
     def tier_sizes(self) -> Iterable[tuple[str, int]]:
@@ -273,22 +259,10 @@ class Scheduler:
         return guilty
 
     def _open_epoch(self, number: int, limits: Limits, tiers: Tiers | None) -> Epoch:
-        blocks = BlockTables(
-            limits,
-            self._hash_secret if tiers is None else tiers.hash_secret,
-            self._new_eviction,
-            self.stats,
-            self._cache_events,
-            tiers,
-            self._cache_weight_of,
-            self._new_hasher,
-        )
-        if self._cache_events is not None:
-            self._cache_events.cleared()
         return Epoch(
             number,
             limits,
-            blocks,
+            self._pool.open(limits, tiers, self.stats),
             tiers,
             live=self._live,
             policy=self._policy,

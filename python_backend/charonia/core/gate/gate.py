@@ -341,7 +341,7 @@ def _check(tenant: str, account: _Account, args: TenantArgs, num_coming: int = 0
         raise RateLimitedError(
             f"tenant {shown(tenant)} has {num_live} requests here, as many as it may have at once;"
             " try again when one of them has ended",
-            # Of so many that began at any time the first one ends after that share of a life.
+            # Of n requests that began at random times, the first ends after 1/n of a mean duration.
             retry_after_s=None if account.life_s is None else account.life_s / num_live,
         )
     if args.max_queue_size is not None and num_waiting >= args.max_queue_size:

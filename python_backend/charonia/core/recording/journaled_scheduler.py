@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 from msgspec.structs import replace
 
 from charonia.config import EngineArgs, SchedulerArgs
-from charonia.control import Limits, Request, Scheduler, Tiers, Update
+from charonia.control import KVPool, Limits, Request, Scheduler, Tiers, Update
 from charonia.core.recording.journal import (
     Added,
     AnyEntry,
@@ -42,18 +42,19 @@ class JournaledScheduler(Scheduler):
         engine_args: EngineArgs,
         scheduler_args: SchedulerArgs,
         limits: Limits,
+        pool: KVPool,
         **values: Any,
     ) -> None:
         self._journal = journal
         kept = journal.kept_of(values["tiers"])
-        super().__init__(limits, new_hasher=journal.new_hasher, **values)
+        super().__init__(limits, pool, **values)
         journal.begin(
             self,
             Opened(
                 engine_args=engine_args,
                 scheduler_args=scheduler_args,
                 limits=limits,
-                hash_secret=values["hash_secret"],
+                hash_secret=pool.hash_secret,
                 epoch=values["epoch"],
                 kept=kept,
             ),

@@ -63,6 +63,7 @@ class Recovery:
         self._has_stumbled = False
         self._retry_at = 0.0
         self._gone_at = 0.0
+        self._found_at = 0.0
         self._silent_since: float | None = None  # at the start, see `_note_missing_at_start`
         self._failure = ""  # why the last load failed
 
@@ -77,6 +78,11 @@ class Recovery:
     def is_serving(self) -> bool:
         """Whether there is an engine that steps can run on at this very moment."""
         return self._state is State.SERVING
+
+    @property
+    def serving_since(self) -> float | None:
+        """When this engine was found; None while there is none that serves."""
+        return self._found_at if self.is_serving else None
 
     @property
     def down_reason(self) -> str | None:
@@ -146,6 +152,7 @@ class Recovery:
         self._retry_at = 0.0  # the next loss is another matter
         if before is State.CHECKING:
             return  # a step that fails next is the second in a row
+        self._found_at = self._clock()
         self._num_failed_loads = self._num_failed_steps = 0
         self._has_stumbled = False
         if before is State.STARTING:

@@ -89,13 +89,22 @@ class ModelSpec:
     @property
     def num_parameters(self) -> int:
         """Of the whole checkpoint; a tied head counts once."""
+        layer = sum(map(self._num_parameters_of, self.sublayers))
+        num_tables = 1 if self.is_tied else 2
+        num_ids = self.num_stored_ids or self.vocab_size
+        return (num_ids * num_tables + 1) * self.hidden_size + self.num_layers * layer
+
+    def _num_parameters_of(self, name: SublayerName) -> int:
+        """Parameters of one sublayer, with its norm."""
         hidden, inner = self.hidden_size, self.intermediate_size
         query, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        layer = hidden * (query + 2 * kv) + query * hidden + 3 * hidden * inner + 2 * hidden
-        layer += (query + 2 * kv) * self.qkv_bias + hidden * self.output_bias
-        layer += (2 * inner + hidden) * self.mlp_bias + 2 * self.head_dim * self.qk_norm
-        num_ids = self.num_stored_ids or self.vocab_size
-        return num_ids * hidden * (1 if self.is_tied else 2) + self.num_layers * layer + hidden
+        match name:
+            case "attention":
+                weights = hidden * (query + 2 * kv) + query * hidden + hidden
+                biases = (query + 2 * kv) * self.qkv_bias + hidden * self.output_bias
+                return weights + biases + 2 * self.head_dim * self.qk_norm
+            case "mlp":
+                return 3 * hidden * inner + hidden + (2 * inner + hidden) * self.mlp_bias
 
     def with_vocabulary(self, size: int) -> "ModelSpec":
         """The same model with as many token ids as another one has.

@@ -1,7 +1,7 @@
 """OpenAI's requests and answers.
 
-fields       reads and checks a request           requests  the fields of requests
-serving      sends answers                        answers   the fields of answers
-completions  /v1/completions                      logprobs  log-probabilities
-chat         /v1/chat/completions                 tokens    /tokenize and /detokenize
+requests     the fields of requests               answers   the fields of answers
+completions  /v1/completions                      answering sends answers, whole or as a stream
+chat         /v1/chat/completions                 logprobs  log-probabilities
+tokens       /tokenize and /detokenize
 """

@@ -6,8 +6,10 @@ Owns the form of its answers. Must not know connections.
 import time
 from collections.abc import Sequence
 
+from charonia.gateway.fields import read
 from charonia.gateway.generation import Usage
 from charonia.gateway.observing import Record
+from charonia.gateway.openai.answering import answer, render
 from charonia.gateway.openai.answers import (
     ChatAnswer,
     ChatChoice,
@@ -17,10 +19,9 @@ from charonia.gateway.openai.answers import (
     Delta,
     UsageAnswer,
 )
-from charonia.gateway.openai.fields import read
 from charonia.gateway.openai.logprobs import ChatLogprobs, Spelling, of_prompt
 from charonia.gateway.openai.requests import ChatRequest
-from charonia.gateway.openai.serving import Serving
+from charonia.gateway.serving import Serving
 from charonia.gateway.watching import Reply
 from charonia_client import Chunk, Completion, PositionLogprobs
 
@@ -30,10 +31,10 @@ async def chat(serving: Serving, record: Record, body: bytes, reply: Reply) -> N
     request = await serving.prompts.run(len(body), lambda: read(ChatRequest, body))
     request.check()
     model = serving.check_model(request.model)
-    prompt = await serving.render(request)
-    generation = serving.generation(record, [prompt], request.sampling())
-    form = ChatForm(serving.spelling, request, record.request_id, model)
-    await serving.answer(request, generation, form, record, reply)
+    prompt = await render(serving, request)
+    generation = serving.generation(record.request_id, [prompt], request.sampling())
+    form = ChatForm(Spelling(serving.prompts.tokenizer), request, record.request_id, model)
+    await answer(serving, request, generation, form, record, reply)
 
 
 class ChatForm:

@@ -9,14 +9,15 @@ from typing import Any
 
 from msgspec import UNSET, UnsetType
 
+from charonia.gateway.fields import read
 from charonia.gateway.generation import Usage
 from charonia.gateway.observing import Record
+from charonia.gateway.openai.answering import answer
 from charonia.gateway.openai.answers import TextAnswer, TextChoice, UsageAnswer
-from charonia.gateway.openai.fields import read
 from charonia.gateway.openai.logprobs import Offsets, Spelling, TextLogprobs, of_prompt
 from charonia.gateway.openai.requests import CompletionRequest
-from charonia.gateway.openai.serving import Serving
 from charonia.gateway.prompts import Prompt
+from charonia.gateway.serving import Serving
 from charonia.gateway.upstream import all_of
 from charonia.gateway.watching import Reply
 from charonia_client import Chunk, Completion, PositionLogprobs
@@ -27,12 +28,12 @@ async def complete(serving: Serving, record: Record, body: bytes, reply: Reply) 
     request = await serving.prompts.run(len(body), lambda: read(CompletionRequest, body))
     request.check()
     model = serving.check_model(request.model)
-    serving.check_sizes(len(request.prompt))
+    serving.check_size("prompt", len(request.prompt))
     prompts = await _prompts(serving, request)
     hides = request.wants_prompt_alone
-    generation = serving.generation(record, prompts, request.sampling(), hides=hides)
-    form = TextForm(serving.spelling, request, prompts, record.request_id, model)
-    await serving.answer(request, generation, form, record, reply)
+    generation = serving.generation(record.request_id, prompts, request.sampling(), hides=hides)
+    form = TextForm(Spelling(serving.prompts.tokenizer), request, prompts, record.request_id, model)
+    await answer(serving, request, generation, form, record, reply)
 
 
 async def _prompts(serving: Serving, request: CompletionRequest) -> list[Prompt]:

@@ -4,17 +4,16 @@ Owns the fields, and their names among the scheduler's sampling parameters. Must
 how text is generated; the scheduler checks ranges.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, cast
 
 from pydantic import field_validator
 
 from charonia.errors import shown
 from charonia.gateway.errors import invalid
-from charonia.gateway.openai.fields import Fields
+from charonia.gateway.fields import INT32_MAX, Fields, are_token_ids
 from charonia_client import Sampling
 
-INT32_MAX = 2**31 - 1
 _SAME_NAMES = (
     "temperature",
     "top_p",
@@ -328,7 +327,7 @@ class DetokenizeRequest(Fields):
     @field_validator("tokens")
     @classmethod
     def _check_tokens(cls, value: Any) -> Any:
-        if isinstance(value, list) and _are_ids(value):
+        if isinstance(value, list) and are_token_ids(value):
             return value
         raise ValueError("must be a list of token ids")
 
@@ -344,17 +343,13 @@ def checked_prompts(value: Any) -> list[str | list[int]]:
     if isinstance(value, list) and value:
         if all(isinstance(one, str) for one in value):
             return value
-        if _are_ids(value):
+        if are_token_ids(value):
             return [value]
-        if all(isinstance(one, list) and one and _are_ids(one) for one in value):
+        if all(isinstance(one, list) and one and are_token_ids(one) for one in value):
             return value
     raise ValueError(
         "must be a text, a list of texts, a list of token ids, or a list of such lists"
     )
-
-
-def _are_ids(values: Sequence[Any]) -> bool:
-    return all(type(one) is int and 0 <= one <= INT32_MAX for one in values)
 
 
 def _plain(index: int, message: Message) -> dict[str, Any]:

@@ -4,10 +4,11 @@ Owns their answers. Must not know connections.
 """
 
 from charonia.gateway.errors import invalid
+from charonia.gateway.fields import read
+from charonia.gateway.openai.answering import render
 from charonia.gateway.openai.answers import DetokenizeAnswer, TokenizeAnswer
-from charonia.gateway.openai.fields import read
 from charonia.gateway.openai.requests import DetokenizeRequest, TokenizeRequest
-from charonia.gateway.openai.serving import Serving
+from charonia.gateway.serving import Serving
 from charonia.gateway.watching import Reply
 
 
@@ -21,7 +22,7 @@ async def tokenize(serving: Serving, body: bytes, reply: Reply) -> None:
         adds = request.add_special_tokens is not False
         prompt = await serving.prompts.of_text(request.prompt, None, add_special_tokens=adds)
     else:
-        prompt = await serving.render(request)
+        prompt = await render(serving, request)
     tokenizer = serving.prompts.tokenizer
     names = None
     if request.return_token_strs:

@@ -14,6 +14,7 @@ How to ask, over HTTP `generate` of the scheduler::
     turn_age_s     number | null   seconds since the scheduling thread last looked for work; more
                                    than a step or a load takes means that it hangs
     max_model_len  int | null      of prompt and answer together; null while no engine says it
+    load           object          what the scheduler has to do, see `Prober.load`
 
 Every step with tokens that is applied shows that the scheduling thread and the engine work
 together. While clients' requests run, theirs show it. While nothing is live, a probe that finds the
@@ -36,6 +37,23 @@ from charonia.protocol import SamplingParams
 from charonia.text.tokenizer import Tokenizer
 
 TOKEN_INTERVAL_S = 1.0
+_GAUGES = {
+    "num_running": ("charonia_requests_running", ""),
+    "num_waiting": ("charonia_requests_waiting", ""),
+    "kv_blocks_used": ("charonia_kv_blocks", "used"),
+    "kv_blocks_total": ("charonia_kv_blocks", "total"),
+}
+"""Names in an answer, and the series of the metrics that have the values."""
+_COUNTS = {
+    "prompt_tokens": ("charonia_prompt_tokens_total", "computed", "cached"),
+    "generation_tokens": ("charonia_generation_tokens_total", ""),
+    "cache_queried_tokens": ("charonia_prefix_cache_queried_tokens_total", ""),
+    "cache_hit_tokens": ("charonia_prefix_cache_hit_tokens_total", ""),
+    "draft_tokens": ("charonia_draft_tokens_total", ""),
+    "accepted_tokens": ("charonia_accepted_tokens_total", ""),
+    "engine_restarts": ("charonia_engine_restarts_total", ""),
+}
+"""Names in an answer, and the counter with the labels whose values are added."""
 _PROMPT = "a"
 # With a seed: none is drawn from the engine's own.
 _PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, speculation=False, seed=0)
@@ -72,8 +90,25 @@ class Prober:
                 "step_age_s": step_age_s,
                 "turn_age_s": self._age_s(state.last_turn_at),
                 "max_model_len": self._max_model_len(),
+                "load": self.load(),
             }
         )
+
+    def load(self) -> dict[str, float | None]:
+        """What the scheduler has to do, and what it has done since its start.
+
+        Gauges of now: `num_running`, `num_waiting`, `kv_blocks_used`, `kv_blocks_total`, and
+        `engine_age_s`, seconds since the engine was found, None while there is none. The others are
+        counts with the values of the metrics that `_COUNTS` names.
+        """
+        metrics, since = self._service.metrics, self._service.state.serving_since
+        gauges = {name: metrics.gauges.get(series, 0.0) for name, series in _GAUGES.items()}
+        counts = {
+            name: sum(metrics.counters.get((metric, label), 0.0) for label in labels)
+            for name, (metric, *labels) in _COUNTS.items()
+        }
+        numbers = {name: int(value) for name, value in (gauges | counts).items()}
+        return {**numbers, "engine_age_s": self._age_s(since)}
 
     def _age_s(self, at: float | None) -> float | None:
         return None if at is None else self._clock() - at

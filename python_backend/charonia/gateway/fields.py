@@ -5,7 +5,7 @@ fields there are.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import pydantic_core
@@ -15,6 +15,7 @@ from charonia.checkpoint_files import is_one_of
 from charonia.errors import shown
 from charonia.gateway.errors import ApiError, invalid
 
+INT32_MAX = 2**31 - 1
 MAX_VALUES = 2**16
 """Limit for a field that is not a prompt."""
 _MAX_PATH = 100
@@ -48,8 +49,20 @@ def read(kind: type[R], body: bytes) -> R:
         raise invalid(
             f"the request's body is not valid JSON: {error}", code="invalid_json"
         ) from None
+    return read_values(kind, values, "the request's body")
+
+
+def read_values(kind: type[R], values: Any, what: str) -> R:
+    """Read a request from decoded JSON.
+
+    Args:
+        what: what it is called in a refusal.
+
+    Raises:
+        ApiError: see `read`.
+    """
     if not isinstance(values, dict):
-        raise invalid(f"the request's body must be a JSON object, but is {shown(values)}")
+        raise invalid(f"{what} must be a JSON object, but is {shown(values)}")
     given = {}
     for name, value in values.items():
         if name not in kind.unserved:
@@ -64,6 +77,11 @@ def read(kind: type[R], body: bytes) -> R:
         return kind.model_validate(given)
     except ValidationError as error:
         raise _refusal(error) from None
+
+
+def are_token_ids(values: Sequence[Any]) -> bool:
+    """Whether all values can be token ids."""
+    return all(type(one) is int and 0 <= one <= INT32_MAX for one in values)
 
 
 def _check_size(name: str, value: Any) -> None:

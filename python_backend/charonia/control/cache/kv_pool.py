@@ -1,0 +1,60 @@
+"""The pool of KV blocks that a scheduler is given.
+
+Owns the settings of the cache, which outlive an engine, and how the block tables of the next engine
+are made from them. Knows nothing about requests, steps or scheduling policies.
+"""
+
+from collections.abc import Callable
+
+from charonia.control.cache.block_keys import BlockHasher
+from charonia.control.cache.block_tables import BlockTables
+from charonia.control.cache.cache_events import CacheEvents
+from charonia.control.cache.eviction import Eviction, Lru
+from charonia.control.cache.kv_cache import KVCache
+from charonia.control.cache.tiers import Tiers
+from charonia.control.state.limits import Limits
+from charonia.control.state.stats import SchedulerStats
+
+
+class KVPool:
+    """The KV cache of one engine after the other. Its content ends with its engine.
+
+    Args:
+        hash_secret: key of the block hash, 1 to 64 random bytes. An engine with slower tiers
+            brings its own.
+        eviction: makes an eviction policy from the number of blocks.
+        events: told which blocks can be hit; None tells nothing.
+        weight_of: a tenant's weight, see `TenantShares`; None without shares.
+        new_hasher: makes the hasher of blocks from the secret and the tokens per block.
+    """
+
+    def __init__(
+        self,
+        hash_secret: bytes,
+        *,
+        eviction: Callable[[int], Eviction] = Lru,
+        events: CacheEvents | None = None,
+        weight_of: Callable[[str], float] | None = None,
+        new_hasher: Callable[[bytes, int], BlockHasher] = BlockHasher,
+    ) -> None:
+        self.hash_secret = hash_secret
+        self._new_eviction = eviction
+        self._events = events
+        self._weight_of = weight_of
+        self._new_hasher = new_hasher
+
+    def open(
+        self, limits: Limits, tiers: Tiers | None = None, stats: SchedulerStats | None = None
+    ) -> BlockTables:
+        """Make the block tables of the next engine, with all blocks empty.
+
+        Args:
+            tiers: slower tiers of that engine; None without tiers.
+            stats: counts evictions.
+        """
+        if self._events is not None:
+            self._events.cleared()
+        eviction = self._new_eviction(limits.num_blocks)
+        kv = KVCache(limits.num_blocks, eviction, stats, self._events, tiers, self._weight_of)
+        secret = self.hash_secret if tiers is None else tiers.hash_secret
+        return BlockTables(limits, kv, self._new_hasher(secret, limits.block_size), self._events)

@@ -1,0 +1,78 @@
+"""/v1/batch: completes several prompts at once.
+
+Owns the form of its answers, and that an entry fails alone. Must not know connections.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from charonia.errors import CharoniaError
+from charonia.gateway import errors
+from charonia.gateway.errors import ApiError
+from charonia.gateway.fields import read, read_values
+from charonia.gateway.observing import Record
+from charonia.gateway.rest.answers import (
+    BatchAnswer,
+    BatchLine,
+    Failure,
+    GenerateAnswer,
+    Totals,
+)
+from charonia.gateway.rest.generate import answer_of
+from charonia.gateway.rest.requests import BatchRequest, PromptRequest
+from charonia.gateway.serving import Serving
+from charonia.gateway.upstream import all_of
+from charonia.gateway.watching import Reply
+from charonia_client import CharoniaClientError
+
+
+async def batch(serving: Serving, record: Record, body: bytes, reply: Reply) -> None:
+    """Answer a request. Raises what `Work` turns into an answer."""
+    request = await serving.prompts.run(len(body), lambda: read(BatchRequest, body))
+    serving.check_size("request", len(request.requests))
+    ids = [f"{record.request_id}-{index}" for index in range(len(request.requests))]
+
+    async def respond(index: int) -> GenerateAnswer | Failure:
+        return await _respond(serving, record, request.requests[index], index, ids[index])
+
+    places = range(len(ids))
+    if not request.stream:
+        responses = await all_of([respond(index) for index in places])
+        totals = _totals(ids, responses, record.seconds)
+        await reply.whole(BatchAnswer(**totals, responses=responses))
+        return
+    lock = asyncio.Lock()
+    found: list[GenerateAnswer | Failure] = []
+
+    async def tell(index: int) -> None:
+        response = await respond(index)
+        found.append(response)
+        async with lock:
+            await reply.line(BatchLine(index, response))
+
+    await all_of([tell(index) for index in places])
+    await reply.line(Totals(**_totals(ids, found, record.seconds)))
+    await reply.done()
+
+
+async def _respond(
+    serving: Serving, record: Record, entry: Any, index: int, request_id: str
+) -> GenerateAnswer | Failure:
+    try:
+        request = read_values(PromptRequest, entry, f"requests[{index}]")
+        return await answer_of(serving, record, request, request_id)
+    except (ApiError, CharoniaClientError, CharoniaError) as error:
+        found = errors.of_any(error)
+        return Failure(request_id, {**found.body["error"], "status": int(found.status)})
+
+
+def _totals(
+    ids: list[str], responses: Sequence[GenerateAnswer | Failure], seconds: float
+) -> dict[str, Any]:
+    answers = [one for one in responses if isinstance(one, GenerateAnswer)]
+    return {
+        "request_ids": ids,
+        "total_latency_ms": 1000 * seconds,
+        "batch_throughput_tokens_per_sec": sum(one.generated_tokens for one in answers) / seconds,
+    }
