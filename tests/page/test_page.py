@@ -273,6 +273,25 @@ def test_the_keyboard_alone_is_enough(visit: Visit) -> None:
     expect(visit.prompt).to_be_focused()
 
 
+def test_the_panel_shows_what_the_server_does(visit: Visit, server: TritonServer) -> None:
+    panel, state = visit.page.locator("#server"), visit.page.locator("#state-text")
+    expect(state).to_have_text("ready", timeout=WAIT_S * 1000)
+    set_fields(visit, max_tokens=ENDLESS)
+    visit.ask("Go on")
+    running = panel.locator(".pair > div", has_text="running").locator("dd")
+    expect(running).to_have_text("1", timeout=WAIT_S * 1000)
+    number = panel.locator(".large .number")
+    expect(number).to_have_text(re.compile(r"^[\d.,]*[1-9][\d.,]*$"), timeout=WAIT_S * 1000)
+    expect(panel).to_contain_text("16,384 blocks")
+    expect(panel.locator(".rows > div", has_text="Restarts").locator("dd")).to_have_text("none")
+    loaded = panel.locator(".rows > div", has_text="Loaded").locator("dd")
+    expect(loaded).to_have_text(re.compile(r"\d+ (min|s)( \d+ s)? ago"))
+    expect(panel.get_by_role("img", name="Tokens per second")).to_be_visible()
+    visit.page.keyboard.press("Escape")
+    expect(running).to_have_text("0", timeout=WAIT_S * 1000)
+    wait_idle(server)
+
+
 def test_figures_of_several_servers_are_summed_and_numbers_are_written_short(visit: Visit) -> None:
     load = {"num_running": 1, "num_waiting": 2, "kv_blocks_used": 3, "kv_blocks_total": 8}
     loads = [{**load, "engine_restarts": 1, "engine_age_s": 60}, {**load, "engine_age_s": None}]

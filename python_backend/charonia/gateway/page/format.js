@@ -10,10 +10,10 @@ export function count(value) {
   return value < 1e5 ? whole.format(value) : short.format(value);
 }
 
-/** Write a rate with three digits. */
+/** Write a rate with three digits, or zero. */
 export function rate(value) {
   if (!Number.isFinite(value)) return NONE;
-  return value >= 99.95 ? count(value) : value.toFixed(1);
+  return value === 0 || value >= 99.95 ? count(value) : value.toFixed(1);
 }
 
 /** Write a share of 0 to 1. */
