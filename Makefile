@@ -19,14 +19,15 @@ MIN_GLIBC_MINOR := 35
 # A process that dies ends the run: its tests would run again, and xdist may wait for ever.
 TESTS := $(BIN)/python tests/run.py --numprocesses 3 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder --durations 20 --durations-min 8
 
-.PHONY: help setup demo serve test test-long check interface bench bench-peers bench-speculation bench-overlap bench-attention bench-front bench-prompt bench-control bench-stall bench-flood bench-simulator bench-policies bench-cache bench-prefix bench-samples bench-kv bench-parallel bench-faults bench-endurance bench-gateway bench-hostile clean
+.PHONY: help setup demo serve test test-long test-page check interface bench bench-peers bench-speculation bench-overlap bench-attention bench-front bench-prompt bench-control bench-stall bench-flood bench-simulator bench-policies bench-cache bench-prefix bench-samples bench-kv bench-parallel bench-faults bench-endurance bench-gateway bench-hostile clean
 
 help:
 	@echo "make setup   create $(VENV) with everything (pinned by constraints.txt)"
 	@echo "make demo    serve the demo model, stream three completions, stop"
-	@echo "make serve   serve until interrupted; arguments in ARGS=\"--model DIR ...\""
+	@echo "make serve   serve until interrupted, with OpenAI's API and a page on port 8080; arguments in ARGS=\"--model DIR ...\""
 	@echo "make test    all tests but the long ones, with the coverage gate; arguments for pytest in ARGS"
 	@echo "make test-long   the long ones: many random cases, repeated faults, stress; arguments for pytest in ARGS"
+	@echo "make test-page   the gateway's page in a real Chromium; arguments for pytest in ARGS"
 	@echo "make check   formatting, lint, types, import rules"
 	@echo "make interface   write what config.pbtxt and README.md files repeat of the interface's tables"
 	@echo "make bench   measure against vLLM, llama.cpp and transformers; arguments in ARGS; peers: make bench-peers"
@@ -80,14 +81,20 @@ demo: $(KERNELS)
 	@$(BIN)/charonia demo
 
 serve: $(KERNELS)
-	@$(BIN)/charonia serve $(ARGS)
+	@$(BIN)/charonia serve --gateway $(ARGS)
 
 test: $(KERNELS)
-	$(TESTS) -m "not long" --cov=charonia.control --cov=charonia.text --cov-branch --cov-report= $(ARGS)
+	$(TESTS) -m "not long and not page" --cov=charonia.control --cov=charonia.text --cov-branch --cov-report= $(ARGS)
 	$(BIN)/coverage report --fail-under 100 --show-missing --skip-covered
 
 test-long: $(KERNELS)
 	$(TESTS) -m long --timeout 1200 $(ARGS)
+
+# In a browser of the system's, which is installed if that is permitted; CHROMIUM=... names another.
+test-page: $(KERNELS)
+	@tests/page/find_chromium >/dev/null
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[$(EXTRAS),page]'
+	CHROMIUM="$$(tests/page/find_chromium)" $(BIN)/python tests/run.py -m page tests/page $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

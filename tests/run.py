@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-STARTS_PROCESSES = ("client", "e2e", "gateway", "launch", "parallel", "supervision")
+STARTS_PROCESSES = ("client", "e2e", "gateway", "launch", "page", "parallel", "supervision")
 """Folders whose tests may be run twice."""
 MAX_SECOND_RUNS = 3
 

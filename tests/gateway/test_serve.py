@@ -45,8 +45,12 @@ def is_ready(url: str) -> bool:
 def test_the_gateway_beside_a_server_comes_back_when_it_is_killed_and_ends_with_it(
     serving: Serving, model: Path
 ) -> None:
-    (url,) = re.findall(r"OpenAI +(\S+)", serving.wait_announced())
+    announced = serving.wait_announced()
+    (url,) = re.findall(r"OpenAI +(\S+)", announced)
     assert wait_for(lambda: is_ready(url), bool)
+    (page,) = re.findall(r"page +(\S+)", announced)
+    assert "<title>charonia</title>" in httpx.get(page).text
+    assert f"curl -N {url}/completions " in announced
     (first,) = gateways(serving)
     first.kill()
     assert wait_for(lambda: is_ready(url), bool)
@@ -110,10 +114,15 @@ def test_what_cannot_work_is_one_line(
             ([*base, str(model), "--host", "192.0.2.1"], "192.0.2.1:8080 cannot be listened on"),
             ([*base, str(model), "--host", "no such"], "no such:8080 is no address"),
             (["serve", "--gateway-port", "1"], "--gateway-port is about the --gateway"),
+            (
+                ["serve", "--gateway", "--no-gateway", "--gateway-port", "1"],
+                "--gateway-port is about the --gateway",
+            ),
             (["serve", "--chat-template", "x"], "--chat-template is about the --gateway"),
             (
                 ["serve", "--model", str(model), "--gateway", "--gateway-port", port],
-                f"gateway port {port} on 127.0.0.1 cannot be used",
+                f"gateway port {port} on 127.0.0.1 cannot be used: Address already in use; name "
+                "another one with --gateway-port, or serve with --no-gateway",
             ),
             (
                 ["serve", "--model", str(model), "--gateway", "--chat-template", "no"],

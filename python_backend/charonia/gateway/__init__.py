@@ -17,6 +17,7 @@ generation   one client call as requests of the scheduler, whole or as a stream
 serving      what every request for text needs
 fields       reads and checks a request
 openai/      OpenAI's requests and answers
+page/        the page at `/`
 rest/        a plain REST API
 
 It knows servers only through `charonia_client`, never an engine.

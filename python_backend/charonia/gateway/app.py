@@ -20,6 +20,7 @@ from charonia.gateway.errors import INVALID, NOT_FOUND, ApiError, internal, no_s
 from charonia.gateway.observing import Metrics, Observed, record_of
 from charonia.gateway.openai import chat, completions, tokens
 from charonia.gateway.openai.answers import Model, Models
+from charonia.gateway.page.routes import add_page
 from charonia.gateway.rest import batch, generate, status
 from charonia.gateway.rest.answers import Health
 from charonia.gateway.serving import Serving
@@ -52,6 +53,7 @@ def make_app(
     _add_generation(app, serving, watch)
     _add_models(app, serving)
     _add_health(app, serving, watch, metrics)
+    add_page(app, chats=serving.prompts.has_template)
     return app
 
 

@@ -58,6 +58,11 @@ class Prompts:
         self._template = template
         self._threads = ThreadPoolExecutor(num_threads, "charonia-tokenizing")
 
+    @property
+    def has_template(self) -> bool:
+        """Whether conversations can be rendered."""
+        return not isinstance(self._template, str)
+
     async def of_text(
         self, text: str, max_model_len: int | None, *, add_special_tokens: bool
     ) -> Prompt:

@@ -223,16 +223,23 @@ def _announce(
     if num_restarts:
         say(f"serving again, after {num_restarts} restart{'s' if num_restarts > 1 else ''}")
         return
-    body = '{"text_input": "def add(a, b):", "max_tokens": 32, "temperature": 0, "stream": true}'
-    url = f"http://{server.http_url}/v2/models/{scheduler}/generate_stream"
     say("serving")
-    openai = "" if gateway is None else f"  OpenAI   {gateway.url}/v1\n"
-    print(
-        f"{openai}"
-        f"  gRPC     {server.grpc_url}\n"
-        f"  HTTP     http://{server.http_url}\n"
-        f"  metrics  {server.metrics_url}\n"
-        f"  key      {server.runtime_dir / KEY_FILE}\n\n"
-        f"  curl -N {url} -d {shlex.quote(body)}\n",
-        flush=True,
-    )
+    rows = [
+        ("gRPC", server.grpc_url),
+        ("HTTP", f"http://{server.http_url}"),
+        ("metrics", server.metrics_url),
+        ("key", str(server.runtime_dir / KEY_FILE)),
+    ]
+    if gateway is None:
+        body = (
+            '{"text_input": "def add(a, b):", "max_tokens": 32, "temperature": 0, "stream": true}'
+        )
+        url = f"http://{server.http_url}/v2/models/{scheduler}/generate_stream"
+        curl = f"curl -N {url} -d {shlex.quote(body)}"
+    else:
+        rows = [("page", f"{gateway.url}/"), ("OpenAI", f"{gateway.url}/v1"), *rows]
+        body = '{"prompt": "def add(a, b):", "max_tokens": 32, "temperature": 0, "stream": true}'
+        url, kind = f"{gateway.url}/v1/completions", "content-type: application/json"
+        curl = f"curl -N {url} -H {shlex.quote(kind)} -d {shlex.quote(body)}"
+    shown = "\n".join(f"  {name:<7}  {value}" for name, value in rows)
+    print(f"{shown}\n\n  {curl}\n", flush=True)

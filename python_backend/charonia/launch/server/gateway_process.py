@@ -64,7 +64,12 @@ class GatewayProcess:
             raise LaunchError(f"no chat template {chat_template}")
         self._reserved = None
         if port:
-            processes.check_port(address, port, "gateway")
+            try:
+                processes.check_port(address, port, "gateway")
+            except LaunchError as error:
+                raise LaunchError(
+                    f"{error}; name another one with --gateway-port, or serve with --no-gateway"
+                ) from None
         else:
             self._reserved = processes.ReservedPorts(address, 1)
             (port,) = self._reserved.ports

@@ -62,8 +62,9 @@ def add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         )
     serve.add_argument(
         "--gateway",
-        action="store_true",
-        help="also serve OpenAI's API, as `charonia gateway` does",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="also serve OpenAI's API and a page, as `charonia gateway` does (default: no)",
     )
     serve.add_argument(
         "--gateway-port",
@@ -101,8 +102,8 @@ def add_gateway(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         "gateway",
         help="serve OpenAI's API in front of running servers",
         description="Serve OpenAI's API (/v1/completions, /v1/chat/completions, /v1/models, "
-        "/tokenize, /detokenize) in front of one or more running charonia servers of one model, "
-        "until SIGINT or SIGTERM.",
+        "/tokenize, /detokenize) and a page to chat (/) in front of one or more running charonia "
+        "servers of one model, until SIGINT or SIGTERM.",
     )
     gateway.add_argument(
         "--server",

@@ -1,0 +1,33 @@
+// What the page remembers: settings for the next visit, the rest until the tab is closed.
+// Storage may be forbidden; then it is remembered until the page is left.
+
+const memory = new Map();
+
+class Store {
+  constructor(area, prefix) {
+    this.area = area;
+    this.prefix = prefix;
+  }
+
+  get(name) {
+    try {
+      return globalThis[this.area].getItem(this.prefix + name);
+    } catch {
+      return memory.get(this.area + name) ?? null;
+    }
+  }
+
+  set(name, value) {
+    try {
+      globalThis[this.area].setItem(this.prefix + name, value);
+    } catch {
+      memory.set(this.area + name, value);
+    }
+  }
+}
+
+/** For the next visit: never what the user writes to the model. */
+export const settingsStore = new Store("localStorage", "charonia.");
+
+/** Until the tab is closed. */
+export const tabStore = new Store("sessionStorage", "charonia.");
