@@ -3,6 +3,8 @@
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
+CLIENTS := .venv-clients
+CLIENTS_STAMP := $(CLIENTS)/.setup-done
 KERNELS := $(VENV)/.kernels-done
 KERNEL_SOURCES := $(wildcard python_backend/charonia/data/ops/native/*.cpp python_backend/charonia/data/ops/native/*.h)
 EXTRAS := server,dev
@@ -19,7 +21,7 @@ MIN_GLIBC_MINOR := 35
 # A process that dies ends the run: its tests would run again, and xdist may wait for ever.
 TESTS := $(BIN)/python tests/run.py --numprocesses 3 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder --durations 20 --durations-min 8
 
-.PHONY: help setup demo serve test test-long test-page check interface bench bench-peers bench-speculation bench-overlap bench-attention bench-front bench-prompt bench-control bench-stall bench-flood bench-simulator bench-policies bench-cache bench-prefix bench-samples bench-kv bench-parallel bench-faults bench-endurance bench-gateway bench-hostile clean
+.PHONY: help setup demo serve test test-long test-page gateway-clients check interface bench bench-peers bench-speculation bench-overlap bench-attention bench-front bench-prompt bench-control bench-stall bench-flood bench-simulator bench-policies bench-cache bench-prefix bench-samples bench-kv bench-parallel bench-faults bench-endurance bench-gateway bench-hostile clean
 
 help:
 	@echo "make setup   create $(VENV) with everything (pinned by constraints.txt)"
@@ -28,6 +30,7 @@ help:
 	@echo "make test    all tests but the long ones, with the coverage gate; arguments for pytest in ARGS"
 	@echo "make test-long   the long ones: many random cases, repeated faults, stress; arguments for pytest in ARGS"
 	@echo "make test-page   the gateway's page in a real Chromium; arguments for pytest in ARGS"
+	@echo "make gateway-clients   official clients against a real gateway, recorded; needs node 20 and npm; arguments in ARGS"
 	@echo "make check   formatting, lint, types, import rules"
 	@echo "make interface   write what config.pbtxt and README.md files repeat of the interface's tables"
 	@echo "make bench   measure against vLLM, llama.cpp and transformers; arguments in ARGS; peers: make bench-peers"
@@ -95,6 +98,21 @@ test-page: $(KERNELS)
 	@tests/page/find_chromium >/dev/null
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[$(EXTRAS),page]'
 	CHROMIUM="$$(tests/page/find_chromium)" $(BIN)/python tests/run.py -m page tests/page $(ARGS)
+
+# The clients have an environment of their own, which also sees the packages of $(VENV).
+$(CLIENTS_STAMP): $(STAMP) tests/clients/requirements.txt tests/clients/package.json tests/clients/package-lock.json
+	@for program in node npm; do command -v $$program >/dev/null || { \
+	    echo "charonia: $$program is needed (Debian: apt-get install nodejs npm)" >&2; exit 1; }; done
+	@$(BIN)/python -m venv --clear --without-pip $(CLIENTS)
+	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	    > "$$($(CLIENTS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth"
+	@echo "charonia: installing into $(CLIENTS) (minutes, the first time)"
+	@$(CLIENTS)/bin/python -m pip install -qq --disable-pip-version-check --no-deps --requirement tests/clients/requirements.txt
+	@cd tests/clients && npm ci --no-audit --no-fund --silent
+	@touch $@
+
+gateway-clients: $(KERNELS) $(CLIENTS_STAMP)
+	@$(CLIENTS)/bin/python loadtests/gateway_clients.py $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -171,4 +189,4 @@ bench-hostile: $(KERNELS)
 
 clean:
 	rm -rf build .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.*
-	find . -path ./$(VENV) -prune -o \( -name __pycache__ -o -name '*.egg-info' \) -type d -print0 | xargs -0 rm -rf
+	find . -path './.venv*' -prune -o \( -name __pycache__ -o -name '*.egg-info' \) -type d -print0 | xargs -0 rm -rf

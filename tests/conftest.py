@@ -14,6 +14,7 @@ from run import STARTS_PROCESSES
 from support.leftovers import temporary_directory
 
 pytest_plugins = ["support.failures", "support.timeouts"]
+collect_ignore = ["clients"]  # need packages of their own: `make gateway-clients`
 
 # A machine with other work is slow at times, of which no test should say anything.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])

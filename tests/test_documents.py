@@ -10,7 +10,12 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("model_repository", "python_backend", "client", "tests", "loadtests", "docker")
 DOCUMENTS = [
     ROOT / "README.md",
-    *sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md")),
+    *sorted(
+        path
+        for folder in FOLDERS
+        for path in (ROOT / folder).rglob("*.md")
+        if "node_modules" not in path.parts
+    ),
 ]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 

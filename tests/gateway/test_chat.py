@@ -181,6 +181,36 @@ def test_prompt_logprobs_are_of_the_rendered_prompt(gateway: Gateway, server: Tr
     )
 
 
+def test_fields_that_ask_for_nothing_are_accepted(gateway: Gateway) -> None:
+    """As some clients send them with every request."""
+    nothing: dict[str, Any] = {
+        "best_of": 1,
+        "functions": [],
+        "logit_bias": {},
+        "logprobs": False,
+        "metadata": {},
+        "modalities": ["text"],
+        "parallel_tool_calls": True,
+        "prompt_cache_key": "a",
+        "reasoning_effort": "none",
+        "response_format": {"type": "text"},
+        "safety_identifier": "b",
+        "service_tier": "auto",
+        "stop": [],
+        "store": False,
+        "stream_options": None,
+        "tool_choice": "none",
+        "tools": [],
+        "top_logprobs": 0,
+        "user": "c",
+        "verbosity": "medium",
+    }
+    body = {"messages": MESSAGES, "max_tokens": 4, "temperature": 0}
+    plain = gateway.http.post("/v1/chat/completions", json=body).json()
+    answer = gateway.http.post("/v1/chat/completions", json=body | nothing).json()
+    assert answer.get("choices") == plain["choices"], answer
+
+
 def test_what_the_template_refuses_is_refused_with_its_words(openai: OpenAI) -> None:
     with pytest.raises(sdk.BadRequestError, match="too many messages"):
         openai.chat.completions.create(model="small", messages=MESSAGES * 3)

@@ -7,8 +7,13 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
+from charonia.gateway.openai.completions import TextForm
+from charonia.gateway.openai.logprobs import Spelling
+from charonia.gateway.openai.requests import CompletionRequest
+from charonia.gateway.prompts import Prompt
 from charonia.launch.server.tritonserver import TritonServer
 from charonia.text.tokenizer import Tokenizer
+from charonia_client import Chunk, TokenLogprob
 from support.e2e import ids_of, infer_grpc, request_inputs, stream_grpc, text_of
 from support.gateway import Gateway
 
@@ -224,6 +229,74 @@ def test_offsets_say_where_tokens_begin(openai: OpenAI) -> None:
     for token, offset in zip(found.tokens or (), found.text_offset, strict=True):
         if not token.startswith("bytes:"):
             assert answer.choices[0].text[offset:].startswith(token)
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_offsets_say_where_tokens_begin_behind_special_ones(
+    gateway: Gateway, *, skips: bool
+) -> None:
+    body = {"prompt": "a<|endoftext|>b c", "echo": True, "logprobs": 0, "max_tokens": 8}
+    body |= {"temperature": 0, "skip_special_tokens": skips}
+    (choice,) = gateway.http.post("/v1/completions", json=body).json()["choices"]
+    found = choice["logprobs"]
+    assert found["tokens"][1] == "<|endoftext|>"
+    for token, offset in zip(found["tokens"], found["text_offset"], strict=True):
+        if not token.startswith("bytes:"):
+            assert choice["text"][offset:].startswith(token)
+
+
+def test_a_token_that_the_tokenizer_adds_takes_no_room_in_an_echo(tokenizer: Tokenizer) -> None:
+    ids = [0, *tokenizer.encode("déf"), 0]
+    offsets = Spelling(tokenizer).offsets(skip_special_tokens=False)
+    spelled = [tokenizer.token_bytes(token_id) for token_id in ids[1:-1]]
+    begins = [
+        len(b"".join(spelled[:index]).decode(errors="ignore")) for index in range(len(spelled))
+    ]
+    assert offsets.echo(ids, "déf") == [0, *begins, 3]
+    assert [offsets.next(0), offsets.next(0)] == [3, 3 + len("<|endoftext|>")]
+
+
+def test_every_sample_of_a_stream_begins_with_the_scored_prompt(openai: OpenAI) -> None:
+    sampling = SAMPLED | {"n": 3, "logprobs": 1, "echo": True}
+    whole = openai.completions.create(model="small", prompt=PROMPT, **sampling)
+    pieces = openai.completions.create(model="small", prompt=PROMPT, stream=True, **sampling)
+    texts, logprobs = [""] * 3, [[], [], []]  # type: ignore[var-annotated]
+    for piece in pieces:
+        (choice,) = piece.choices
+        texts[choice.index] += choice.text
+        logprobs[choice.index] += choice.logprobs.token_logprobs or ()
+    assert texts == [choice.text for choice in whole.choices]
+    assert logprobs == [
+        choice.logprobs.token_logprobs for choice in whole.choices if choice.logprobs is not None
+    ]
+
+
+def test_a_sample_that_comes_first_waits_for_the_scored_prompt(tokenizer: Tokenizer) -> None:
+    """The scheduler scores the prompt in sample 0, whose first token may be no whole character."""
+    ids = tokenizer.encode("ab")
+    request = CompletionRequest(prompt="ab", echo=True, logprobs=0, n=2)
+    form = TextForm(Spelling(tokenizer), request, [Prompt(ids, "ab")], "id", "small")
+
+    def chunk(index: int, scored: bool) -> Chunk:
+        position = (TokenLogprob(token_id=ids[-1], logprob=-1.0, rank=1, text="b"),)
+        prompt = (None, *[position] * (len(ids) - 1)) if scored else None
+        return Chunk(
+            text="b",
+            index=index,
+            token_ids=(ids[-1],),
+            logprobs=(position,),
+            prompt_logprobs=prompt,
+        )
+
+    assert form.pieces(0, chunk(1, scored=False)) == []
+    choices = [piece.choices[0] for piece in form.pieces(0, chunk(0, scored=True))]
+    assert [choice.index for choice in choices] == [0, 1]
+    for choice in choices:
+        assert choice.text == "abb"
+        assert choice.logprobs is not None
+        assert choice.logprobs.token_logprobs == [None, *[-1.0] * len(ids)]
+    (later,) = form.pieces(0, chunk(1, scored=False))
+    assert later.choices[0].text == "b"
 
 
 def test_a_prompt_is_scored_without_an_answer(openai: OpenAI, server: TritonServer) -> None:

@@ -70,6 +70,7 @@ class TextForm:
         self._skips_special = request.skip_special_tokens is not False
         self._offsets: dict[int, Offsets] = {}
         self._prompt_logprobs: dict[int, Sequence[PositionLogprobs | None] | None] = {}
+        self._waiting: dict[int, list[Chunk]] = {}
 
     def whole(self, completions: Sequence[Completion], usage: Usage) -> TextAnswer:
         """See `Form`."""
@@ -96,9 +97,22 @@ class TextForm:
         return answer
 
     def pieces(self, prompt_index: int, chunk: Chunk) -> list[TextAnswer]:
-        """See `Form`."""
-        if chunk.prompt_logprobs is not None:
-            self._prompt_logprobs[prompt_index] = chunk.prompt_logprobs
+        """See `Form`.
+
+        The prompt's log-probabilities come with the first chunk of sample 0. If they are echoed,
+        chunks of other samples wait for it.
+        """
+        if chunk.index == 0:
+            self._prompt_logprobs.setdefault(prompt_index, chunk.prompt_logprobs)
+        waiting = self._waiting.setdefault(prompt_index, [])
+        if self._request.echoes_logprobs and prompt_index not in self._prompt_logprobs:
+            waiting.append(chunk)
+            return []
+        chunks = [chunk, *waiting]
+        waiting.clear()
+        return [self._piece(prompt_index, one) for one in chunks]
+
+    def _piece(self, prompt_index: int, chunk: Chunk) -> TextAnswer:
         choice = self._choice(
             prompt_index,
             chunk.index,
@@ -109,7 +123,7 @@ class TextForm:
         )
         answer = self._answer([choice])
         (choice if self._has_several else answer).tell(chunk.timing)
-        return [answer]
+        return answer
 
     def last(self) -> TextAnswer:
         """See `Form`."""
@@ -134,14 +148,18 @@ class TextForm:
             text, token_ids, positions = "", (), () if positions is not None else None
         all_positions: list[PositionLogprobs | None] = list(positions or ())
         all_ids = list(token_ids)
+        begins: list[int] = []
         if is_first and self._request.echo:
-            text = self._echo(prompt_index) + text
+            echo = self._echo(prompt_index)
+            text = echo + text
             all_ids[:0] = self._prompts[prompt_index].ids
             all_positions[:0] = self._prompt_logprobs.get(prompt_index) or ()
+            begins = offsets.echo(self._prompts[prompt_index].ids, echo)
         logprobs: TextLogprobs | None = None
         if self._request.logprobs is not None:
+            begins += (offsets.next(token_id) for token_id in token_ids)
             num_top = self._request.logprobs
-            logprobs = self._spelling.text_logprobs(all_ids, all_positions, num_top, offsets)
+            logprobs = self._spelling.text_logprobs(all_ids, all_positions, num_top, begins)
         return TextChoice(index, text, logprobs, finish_reason)
 
     def _echo(self, prompt_index: int) -> str:

@@ -95,14 +95,18 @@ class Spelling:
         token_ids: Sequence[int],
         positions: Sequence[PositionLogprobs | None],
         num_top: int,
-        offsets: "Offsets",
+        offsets: Sequence[int],
     ) -> TextLogprobs:
-        """Return those of a completion, or of its prompt, whose first token has none."""
+        """Return those of a completion, or of its prompt, whose first token has none.
+
+        Args:
+            offsets: where each token begins in the text.
+        """
         return TextLogprobs(
             [self.text(token_id, "bytes:") for token_id in token_ids],
             [None if position is None else finite(position[0]) for position in positions],
             [self._top(position, num_top) for position in positions],
-            [offsets.next(token_id) for token_id in token_ids],
+            list(offsets),
         )
 
     def _top(self, position: PositionLogprobs | None, num_top: int) -> dict[str, float] | None:
@@ -117,20 +121,47 @@ class Spelling:
 
 
 class Offsets:
-    """Where the tokens of one growing text begin, in characters."""
+    """Where the tokens of one growing text begin, in characters.
+
+    Args:
+        skipped: ids that the text does not show.
+    """
 
     def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self._skipped = skipped
+        self._begin(0)
+
+    def _begin(self, num_characters: int) -> None:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._num_characters = 0
+        self._num_characters = num_characters
+
+    def echo(self, token_ids: Sequence[int], text: str) -> list[int]:
+        """Return the offsets of a prompt's tokens; `text` is the prompt, which begins the whole.
+
+        Special tokens that the tokenizer has added, such as a BOS, are not in the text.
+        """
+        special = self._tokenizer.special_ids
+        offsets = []
+        for token_id in token_ids:
+            spelled = self._tokenizer.token_bytes(token_id).decode(errors="replace")
+            is_shown = token_id not in special or text.startswith(spelled, self._num_characters)
+            offsets.append(min(self._add(token_id, is_shown=is_shown), len(text)))
+        self._begin(len(text))
+        return offsets
 
     def next(self, token_id: int) -> int:
-        """Return how many characters were complete before the next token."""
+        """Return where the next token begins: in a character that it continues, or behind it."""
+        return self._add(token_id, is_shown=token_id not in self._skipped)
+
+    def _add(self, token_id: int, *, is_shown: bool) -> int:
+        if not is_shown:
+            return self._num_characters
+        data = self._tokenizer.token_bytes(token_id)
+        if data and data[0] & 0xC0 != 0x80:  # what was incomplete stays so
+            self._num_characters += len(self._utf8.decode(b"", final=True))
         offset = self._num_characters
-        if token_id not in self._skipped:
-            data = self._tokenizer.token_bytes(token_id)
-            self._num_characters += len(self._utf8.decode(data))
+        self._num_characters += len(self._utf8.decode(data))
         return offset
 
 

@@ -57,7 +57,7 @@ _UNSERVED: Mapping[str, tuple[Any, ...]] = {
     "guided_regex": (),
     "length_penalty": (1, 1.0),
     "logits_processors": (),
-    "metadata": (),
+    "metadata": ({},),
     "response_format": _TEXT,
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
@@ -80,7 +80,8 @@ class StreamOptions(Fields):
 class TextRequest(Fields):
     """Fields of both kinds of requests for text.
 
-    `user` is accepted and ignored.
+    `user`, `safety_identifier` and `prompt_cache_key` are accepted and ignored: they change no
+    answer.
     """
 
     unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = _UNSERVED
@@ -113,6 +114,8 @@ class TextRequest(Fields):
     cache_ttl_s: float | None = None
     use_answer_cache: bool | None = None
     user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
 
     @property
     def includes_usage(self) -> bool:
@@ -180,6 +183,11 @@ class CompletionRequest(TextRequest):
         """Whether nothing is to be generated, usually to get the prompt's log-probabilities."""
         return bool(self.echo) and self.max_tokens == 0
 
+    @property
+    def echoes_logprobs(self) -> bool:
+        """Whether the answer begins with the prompt's log-probabilities."""
+        return bool(self.echo) and self.logprobs is not None
+
     def sampling(self) -> Sampling:
         """See `TextRequest`. If the prompt is echoed, so are its log-probabilities."""
         sampling = super().sampling()
@@ -187,7 +195,7 @@ class CompletionRequest(TextRequest):
             sampling["best_of"] = self.best_of
         if self.logprobs is not None:
             sampling["logprobs"] = self.logprobs
-            if self.echo:
+            if self.echoes_logprobs:
                 sampling["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
         if self.wants_prompt_alone:
             sampling["max_tokens"] = 1
@@ -270,19 +278,19 @@ class ChatRequest(TextRequest, Conversation):
     unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **_UNSERVED,
         "audio": (),
-        "best_of": (),
+        "best_of": (1,),
         "chat_template": (),
         "documents": (),
         "echo": (False,),
         "function_call": ("none",),
-        "functions": (),
+        "functions": ([],),
         "modalities": (["text"],),
-        "parallel_tool_calls": (),
+        "parallel_tool_calls": (True, False),
         "prediction": (),
-        "reasoning_effort": (),
+        "reasoning_effort": ("none",),
         "tool_choice": ("none",),
         "tools": ([],),
-        "verbosity": (),
+        "verbosity": ("medium",),
         "web_search_options": (),
     }
 
@@ -294,7 +302,7 @@ class ChatRequest(TextRequest, Conversation):
     def check(self) -> None:
         """See `TextRequest`."""
         super().check()
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise invalid("top_logprobs needs logprobs = true", "top_logprobs")
         both = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(both) > 1:
