@@ -40,7 +40,6 @@ def test_a_chat_streams_and_remembers_what_was_said(visit: Visit) -> None:
     assert visit.fact("tokens") == "300"
     assert visit.fact("finish_reason") == "length"
     assert re.fullmatch(r"[\d.]+ m?s", visit.fact("first token"))
-    assert re.fullmatch(r"[\d.,]+", visit.fact("tokens/s"))
     visit.ask("two")
     visit.wait_idle()
 
@@ -271,6 +270,36 @@ def test_the_keyboard_alone_is_enough(visit: Visit) -> None:
     visit.wait_idle()
     assert visit.bodies[0]["messages"][0]["content"] == "first\nsecond"
     expect(visit.prompt).to_be_focused()
+
+
+def test_the_pace_of_an_answer_is_that_after_its_first_chunk(visit: Visit) -> None:
+    found = visit.page.evaluate(
+        """async () => {
+          const { Pace } = await import("/page/pace.js");
+          const chunk = (tokens, finish_reason = null) => ({
+            choices: [{ finish_reason }],
+            usage: { prompt_tokens: 9, completion_tokens: tokens },
+          });
+          let now = 1000;
+          const [pace, burst] = [new Pace(() => now), new Pace(() => now)];
+          for (const [at, tokens] of [[1080, 2], [1580, 12], [2080, 22]]) {
+            now = at;
+            pace.note(chunk(tokens, tokens === 22 ? "length" : null));
+          }
+          for (const tokens of [1, 300]) burst.note(chunk(tokens));
+          return [pace.facts(), burst.tokensPerS];
+        }"""
+    )
+    assert found == [
+        [
+            ["first token", "80 ms"],
+            ["tokens/s", "20.0", True],
+            ["tokens", "22", True],
+            ["prompt", "9"],
+            ["finish_reason", "length"],
+        ],
+        None,
+    ]
 
 
 def test_the_panel_shows_what_the_server_does(visit: Visit, server: TritonServer) -> None:

@@ -2,6 +2,9 @@
 
 import { count, milliseconds, rate } from "./format.js";
 
+// Chunks that are read at once say nothing of the pace at which they were made.
+const LEAST_S = 0.02;
+
 /** The measures of one answer. `now` gives milliseconds. */
 export class Pace {
   constructor(now = () => performance.now()) {
@@ -29,11 +32,11 @@ export class Pace {
     }
   }
 
-  /** Tokens per second after the first chunk; null until there is a second one. */
+  /** Tokens per second after the first chunk; null where they came too fast to tell. */
   get tokensPerS() {
     const tokens = (this.usage?.completion_tokens ?? 0) - this.firstTokens;
     const seconds = (this.lastAt - this.firstAt) / 1000;
-    return tokens > 0 && seconds > 0 ? tokens / seconds : null;
+    return tokens > 0 && seconds >= LEAST_S ? tokens / seconds : null;
   }
 
   /** What is shown: a name, a value, and whether the name follows the value as its unit. */
