@@ -55,7 +55,7 @@ USER = {"role": "user", "content": "x"}
         (TEXT, {"prompt": [1, True]}, "prompt", "must be a text"),
         (TEXT, {"prompt": [-1]}, "prompt", "must be a text"),
         (TEXT, {"prompt": [[1], []]}, "prompt", "must be a text"),
-        (TEXT, {"prompt": ["x"] * 200}, "prompt", "at most 128 prompts, but has 200"),
+        (TEXT, {"prompt": ["x"] * 200}, "prompt", "at most 128 entries, but has 200"),
         (TEXT, {"prompt": "x", "max_tokens": "9"}, "max_tokens", "valid integer; it is '9'"),
         (TEXT, {"prompt": "x", "max_tokens": 0}, "max_tokens", "at least 1, but is 0"),
         (TEXT, {"prompt": "x", "temperature": -1}, "temperature", "but is -1.0"),

@@ -135,10 +135,8 @@ def test_a_server_that_dies_is_an_error_in_its_streams_and_no_other_request_sees
                 reply = gateway.http.post(TEXT, json=SAMPLED | {"max_tokens": 2})
                 assert reply.status_code == 200, reply.text
         assert [one["ready"] for one in readiness(gateway)["servers"]] == [False, True]
-        metrics = gateway.metrics()
-        assert metrics[f'charonia_gateway_server_resting{{server="{doomed.grpc_url}"}}'] == 1
-        retries = metrics.get(f'charonia_gateway_retries_total{{server="{doomed.grpc_url}"}}', 0)
-        assert 1 <= retries < 20, "not each one is tried in vain"
+        retries = f'charonia_gateway_retries_total{{server="{doomed.grpc_url}"}}'
+        assert gateway.metrics().get(retries, 0) < 20, "not each one is tried in vain"
     wait_idle(server)
 
 

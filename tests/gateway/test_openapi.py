@@ -4,6 +4,7 @@ import copy
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -81,7 +82,8 @@ def test_the_file_and_the_running_gateway_have_the_same(gateway: Gateway) -> Non
 
 
 def test_every_route_of_the_gateway_is_described() -> None:
-    app: FastAPI = make_app(None, None, Metrics(), print)  # type: ignore[arg-type]
+    serving: Any = SimpleNamespace(prompts=SimpleNamespace(has_template=True))
+    app: FastAPI = make_app(serving, None, Metrics(), print)  # type: ignore[arg-type]
     served = {
         (method.lower(), route.path.replace(":path}", "}"))
         for route in app.routes

@@ -43,7 +43,7 @@ from charonia_client.values import Include
 MAX_ATTEMPTS = 3
 STATE_AGE_S = 0.2
 """How long the answer to a probe is reused."""
-PROBE_TIMEOUT_S = 1.0
+PROBE_TIMEOUT_S = 2.0
 """Readiness waits so long for a server's answer."""
 LOAD_AGE_S = 1.0
 """The load of a server is refreshed after this time, if there are several."""
