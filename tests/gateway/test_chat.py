@@ -170,6 +170,9 @@ def test_an_answer_may_come_back_as_a_message(openai: OpenAI) -> None:
     history = [*MESSAGES, first.choices[0].message.model_dump(), *MESSAGES[1:]]
     again = openai.chat.completions.create(model="small", messages=history, max_tokens=3)
     assert again.choices[0].message.content
+    history[-2]["provider_specific_fields"] = {"refusal": None}  # as LiteLLM sends it back
+    again = openai.chat.completions.create(model="small", messages=history, max_tokens=3)
+    assert again.choices[0].message.content
 
 
 def test_prompt_logprobs_are_of_the_rendered_prompt(gateway: Gateway, server: TritonServer) -> None:

@@ -215,6 +215,7 @@ class Message(Fields):
     audio: None = None
     function_call: None = None
     tool_calls: list[None] | None = None
+    provider_specific_fields: dict[str, None] | None = None  # LiteLLM's
 
 
 class Conversation(Fields):
