@@ -1,5 +1,5 @@
-"""Ranks: the processes of one engine that have parts of its models.
+"""Ranks: the processes of one engine, each with a part of its models.
 
-Owns starting and losing them, who says what to whom, and the collective operations between them.
-Must not know requests, text or Triton.
+Owns their start and their loss, the messages between them, and their collective operations. Must
+not know requests, text or Triton.
 """

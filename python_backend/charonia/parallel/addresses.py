@@ -1,4 +1,4 @@
-"""This machine's addresses: which are its own, and who listens there.
+"""Addresses of this machine: finds them, and listens at them.
 
 Must not know ranks or messages.
 """
@@ -11,12 +11,12 @@ from charonia.errors import ConfigError
 
 
 def own_address(host: str) -> str:
-    """The numeric address of this machine that `host`, a name or an address, stands for.
+    """Resolve `host`, a name or an address, to a numeric address of this machine.
 
-    Others must be able to reach it, so it is none that stands for all addresses of a machine.
+    Other machines must be able to reach it, so wildcard addresses are refused.
 
     Raises:
-        ConfigError: it cannot be resolved, or is no address of this machine.
+        ConfigError: `host` cannot be resolved, or is not an address of this machine.
     """
     try:
         entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
@@ -35,7 +35,7 @@ def interface_of(address: str) -> str:
     """Name the network interface that has this address.
 
     Raises:
-        ConfigError: none has.
+        ConfigError: no interface has it.
     """
     name = _find_interface(address)
     if name is None:
@@ -44,10 +44,10 @@ def interface_of(address: str) -> str:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """Listen for connections; port 0 is any.
+    """Listen for connections; port 0 takes any free port.
 
     Raises:
-        ConfigError: it is taken, or not ours to take.
+        ConfigError: the port is in use, or this user may not bind it.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)

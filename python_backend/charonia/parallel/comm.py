@@ -1,10 +1,10 @@
-"""`Comm` twice: through shared memory, and through a torch.distributed group.
+"""Two implementations of `Comm`: shared memory, and a torch.distributed group.
 
 Owns the collective operations and their counters. Must not know which ranks form a group, or what
-they compute.
+they compute with it.
 
-Through shared memory, between ranks on one machine's CPUs: 10 us for what takes gloo 300 (see
-`ops/native/exchange.h`). Through torch.distributed otherwise: gloo, or NCCL between GPUs.
+Ranks on the CPUs of one machine use shared memory: 10 us for an operation that takes 300 us with
+gloo (see `ops/native/exchange.h`). Others use torch.distributed: gloo, or NCCL between GPUs.
 """
 
 import time
@@ -21,10 +21,11 @@ from charonia.protocol import Collectives
 
 
 class SharedMemoryComm:
-    """Ranks of one machine, computing on its CPUs.
+    """A group of ranks on the CPUs of one machine.
 
     Args:
-        exchange: of `ops/native/exchange.cpp`, which counts, and raises RankLostError.
+        exchange: an object of `ops/native/exchange.cpp`. It keeps the counters and raises
+            RankLostError.
     """
 
     def __init__(self, exchange: Any) -> None:
@@ -33,7 +34,7 @@ class SharedMemoryComm:
         self.size: int = exchange.size
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """See `Comm`, as with all that follows."""
+        """See `Comm`, also for the following methods."""
         self.exchange.all_reduce(x)
         return x
 
@@ -52,24 +53,24 @@ class SharedMemoryComm:
         return out
 
     def collectives(self) -> Collectives:
-        """What was exchanged so far, by native layers too, which use the exchange directly."""
+        """Counters of all operations so far, including those that native layers ran themselves."""
         counters: Collectives = self.exchange.counters()
         return counters
 
     def abort(self) -> None:
-        """End all waits of all ranks with an error, now and later."""
+        """Make every wait of every rank fail, now and later."""
         self.exchange.abort()
 
 
 class GroupComm:
-    """Ranks of any machines.
+    """A group of ranks on any machines.
 
-    On CPUs a sum is taken in the order of the ranks from all that they gathered, because gloo's own
-    adds up in an order that depends on the size. NCCL's is the same on every rank, but not for
-    every batch.
+    On CPUs all parts are gathered and added in the order of the ranks, because the order of gloo's
+    own sum depends on the size. NCCL's sum is the same on every rank, but may differ between
+    batches.
 
     Args:
-        group: of torch.distributed.
+        group: the process group of torch.distributed.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -79,7 +80,7 @@ class GroupComm:
         self.size: int = group.size()
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """See `Comm`, as with all that follows."""
+        """See `Comm`, also for the following methods."""
         with self._counted("all_reduce", x):
             if not x.is_cuda:
                 return x.copy_(_sum(self._gather(x), x.dtype))
@@ -106,20 +107,20 @@ class GroupComm:
             return out
 
     def abort(self) -> None:
-        """End all waits with an error, where torch can do that: with NCCL.
+        """Make all waits fail, where torch can do that: with NCCL.
 
-        A wait in gloo ends when a connection does, that is with the other rank's process; for one
-        that stands still on another machine only with the group's time limit.
+        A wait in gloo ends when the connection does, that is when the other rank's process ends. If
+        that process hangs on another machine, the wait ends at the group's timeout.
         """
         self._group.abort()
 
     def collectives(self) -> Collectives:
-        """What was exchanged so far."""
+        """Counters of all operations so far."""
         return dict(self._counters)
 
     @contextmanager
     def _counted(self, name: str, x: Tensor) -> Iterator[None]:
-        """Count an operation; what ends it early is the loss of another rank."""
+        """Count an operation; take a failure for the loss of another rank."""
         started = time.perf_counter()
         try:
             yield
@@ -137,7 +138,7 @@ class GroupComm:
 
 
 def _sum(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """Add up in the first dimension's order, in float32, and round once."""
+    """Add up along the first dimension, in order and in float32, and round once."""
     total = parts[0].float()
     for part in parts[1:]:
         total = total + part
@@ -145,5 +146,5 @@ def _sum(parts: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _bytes(x: Tensor) -> Tensor:
-    """The same memory: gloo does not move every type, but it moves bytes."""
+    """A view of the same memory as bytes: gloo does not support every data type."""
     return x.view(-1).view(torch.uint8)

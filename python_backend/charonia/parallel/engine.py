@@ -1,6 +1,6 @@
-"""An engine of one process or of many, by its arguments.
+"""Loads an engine of one process or of several, as its arguments say.
 
-Owns the choice. Must not know who runs its steps.
+Owns this choice. Must not know what runs the engine's steps.
 """
 
 from collections.abc import Callable
@@ -16,13 +16,13 @@ def load_engine(
     log: Callable[[str], None],
     on_lost: Callable[[str], None] | None = None,
 ) -> Runner:
-    """Load what `args` say, with all ranks; this process is rank 0.
+    """Load an engine with all its ranks; this process is rank 0.
 
     Args:
         log, on_lost: see `RankTeam`.
 
     Raises:
-        CheckpointError, ConfigError, RankLostError: see `Runner`. No rank is left behind.
+        CheckpointError, ConfigError, RankLostError: see `Runner`. All ranks are ended then.
     """
     if args.num_ranks == 1:
         return Runner(args, log=log)

@@ -1,14 +1,13 @@
-"""Forms the groups of ranks that exchange tensors, and says which part of the models each rank has.
+"""Forms the process groups of the ranks, and maps each rank to its parts of the models.
 
-Owns the choice between shared memory and torch.distributed, the lives of both, and their counters.
+Owns the choice between shared memory and torch.distributed, their lifetimes and their counters.
 Must not know models or messages.
 
-What ranks must know of each other goes through a table in the engine's process, see `table`. Memory
-that they share has no name which could be left behind: the first rank of a group makes it, and the
-others open it through /proc, once they have made sure that it is such memory. Which groups share it
-follows from one list that all ranks have; were it decided by each for itself, they could wait for
-each other in vain. Where all groups do, torch.distributed is not used at all: it listens at
-ports that anybody can connect to.
+Ranks exchange what they need to form a group through a table in the engine's process, see `table`.
+Shared memory has no name that could be left behind: the first rank of a group creates it, and the
+others open it through /proc, after checking that it is such memory. All ranks have the same list of
+who shares memory. If each decided for itself, they could wait for each other for ever. If all
+groups share memory, torch.distributed is not used: it listens at ports that anybody can connect to.
 """
 
 import os
@@ -38,23 +37,24 @@ from charonia.parallel.topology import (
 from charonia.protocol import Collectives
 
 _FORMING_TIMEOUT = timedelta(seconds=30)
-"""Within which all ranks call the same, all of them being prepared: nothing is loaded meanwhile."""
+"""Timeout for forming a group. All ranks are prepared by then, and load nothing meanwhile."""
 _OPERATION_TIMEOUT = timedelta(seconds=300)
-"""Of a single collective operation. Ranks are noticed to be lost long before, by their silence; a
-stage may well wait for the whole of a long step of the one before."""
+"""Timeout of a collective operation. The loss of a rank is noticed much earlier, by its heartbeat.
+A pipeline stage may have to wait for a whole long step of the previous stage."""
 
 _NONE = (0, 0, 0.0)
-"""Calls, bytes and seconds of an operation that was not used."""
+"""Calls, bytes and seconds of an operation that was never called."""
 
 
 @dataclass(frozen=True)
 class Membership:
-    """Who this rank is.
+    """This rank, and how it reaches the others.
 
     Attributes:
-        memories: of each rank; those with the same share it, None shares it with nobody.
-        address: of this machine, through which it reaches the others.
-        table: what the ranks tell each other through.
+        memories: one entry per rank. Ranks with equal entries share memory; None shares it with no
+            rank.
+        address: this machine's address, from which it reaches the others.
+        table: the ranks' table, see `table`.
     """
 
     rank: int
@@ -63,21 +63,21 @@ class Membership:
     table: TableView
 
     def can_share(self, ranks: Sequence[int]) -> bool:
-        """Whether a group shares memory; the same on every rank."""
+        """Whether a group of these ranks shares memory; every rank computes the same answer."""
         memories = {self.memories[rank] for rank in ranks}
         return len(memories) == 1 and None not in memories
 
 
 class Groups:
-    """The groups that one rank is in; a process can have only one such object at a time.
+    """The process groups of one rank; a process can have only one such object at a time.
 
     Args:
-        kernels: the CPU kernels; None where they are not used.
-        device: that the models are on.
+        kernels: the CPU kernels; None if they are not used.
+        device: the device of the models.
 
     Raises:
-        RankLostError: they cannot be formed, as when another rank is lost meanwhile. Nothing is
-            left of them.
+        RankLostError: the groups cannot be formed, for example because another rank was lost.
+            Everything is released then.
     """
 
     def __init__(
@@ -114,19 +114,19 @@ class Groups:
                 if me.rank in ranks:
                     self._comms[name] = SharedMemoryComm(self._exchange(name, ranks))
                 continue
-            # All ranks must call this, also those that are not in the group.
+            # All ranks must call this, even those outside the group.
             group = dist.new_group(ranks, timeout=_FORMING_TIMEOUT)
             if me.rank in ranks:
                 group.set_timeout(_OPERATION_TIMEOUT)
                 self._comms[name] = GroupComm(group)
 
     def _form_world(self, device: torch.device) -> None:
-        """Form the group of all ranks, which torch makes the others from."""
+        """Form the group of all ranks, which torch needs for all other groups."""
         me = self._me
         os.environ["GLOO_SOCKET_IFNAME"] = interface_of(me.address)
-        self._store = TableStore(me.table, _FORMING_TIMEOUT)  # torch keeps its C++ half alone
-        # torch names groups by a count, and one that could not be formed stays counted: the names
-        # must be those of the other ranks, which are fresh processes.
+        self._store = TableStore(me.table, _FORMING_TIMEOUT)  # torch keeps only its C++ half
+        # torch numbers its groups, and failed attempts count too. The other ranks are fresh
+        # processes, so counting must start at 0 here as well.
         distributed_c10d._world.group_count = 0
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
@@ -138,7 +138,7 @@ class Groups:
         self._has_world = True
 
     def model_ranks(self) -> tuple[ModelRank, ModelRank | None]:
-        """This rank's part in the target and in the draft model; None for no part of it."""
+        """This rank's parts of the target and of the draft model, which may be None."""
         rank, comms = self._me.rank, self._comms
         place = self._topology.place(rank)
         behind = rank + self._topology.num_parts
@@ -154,7 +154,7 @@ class Groups:
         return ModelRank(place, links), ModelRank(draft_place, Links(parts=comms.get(DRAFT_GROUP)))
 
     def collectives(self) -> Collectives:
-        """What this rank has exchanged since the last call."""
+        """Counters of this rank's operations since the last call."""
         total: Collectives = {}
         for comm in self._comms.values():
             for name, counts in comm.collectives().items():
@@ -164,12 +164,12 @@ class Groups:
         return {name: counts for name, counts in changes.items() if counts[0]}
 
     def abort(self) -> None:
-        """End all waits with an error; there is no going on afterwards."""
+        """Make all waits fail; the groups cannot be used afterwards."""
         for comm in self._comms.values():
             comm.abort()
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Release everything."""
         self._comms = {}
         for file in self._files:
             os.close(file)
@@ -179,7 +179,7 @@ class Groups:
             dist.destroy_process_group()
 
     def _exchange(self, name: str, ranks: Sequence[int]) -> object:
-        """Map the memory of a group; its first rank makes it."""
+        """Map the memory of a group; the first rank creates it."""
         assert self._kernels is not None, "a rank without kernels has no memory to share"
         index, size = ranks.index(self._me.rank), len(ranks)
         num_bytes: int = self._kernels.exchange_bytes(size)
@@ -199,7 +199,7 @@ class Groups:
         if index:
             os.close(file)
         else:
-            self._files.append(file)  # for those that are yet to come
+            self._files.append(file)  # stays open for ranks that have not opened it yet
         return exchange
 
 
@@ -211,9 +211,10 @@ def _plus(
 
 
 def host_identity() -> str:
-    """Equal for two processes only if they can share memory and see each other.
+    """Return an identity. Processes with equal identities can share memory and see each other.
 
-    Only those of the same user, group and capabilities may open each other's files through /proc.
+    It includes user, group and capabilities, because only processes with the same ones may open
+    each other's files through /proc.
     """
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     spaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "net")]
@@ -223,10 +224,10 @@ def host_identity() -> str:
 
 
 def check_unused() -> None:
-    """torch.distributed has one group of all ranks in a process, and no more.
+    """Check that torch.distributed is free: a process can have only one group of all ranks.
 
     Raises:
-        ConfigError: there is one already, of whoever.
+        ConfigError: it is already in use, by charonia or by the program.
     """
     if dist.is_initialized():
         raise ConfigError(
@@ -236,18 +237,18 @@ def check_unused() -> None:
 
 
 def open_memory(value: bytes, name: str, num_bytes: int) -> int:
-    """Open memory that another process of this user has made; returns a descriptor.
+    """Open memory that another process of this user created; returns a file descriptor.
 
     Args:
-        value: that process, and the descriptor that it has there.
-        name: as it was made with. num_bytes: how much it is.
+        value: the pid of that process and its file descriptor, separated by a space.
+        name: the name it was created with. num_bytes: its size.
 
     Raises:
-        RankLostError: what is there is no such memory; nothing was written.
+        RankLostError: the descriptor is not such memory. Nothing was written to it.
     """
     try:
         pid, number = map(int, value.split())
-        # Opened without effect first: it could be a device, or a pipe that nobody reads.
+        # O_PATH has no side effect: the file could be a device, or a pipe without a reader.
         file = os.open(f"/proc/{pid}/fd/{number}", os.O_PATH | os.O_CLOEXEC)
     except (ValueError, OSError) as error:
         raise RankLostError(f"memory to share cannot be opened: {error}") from None

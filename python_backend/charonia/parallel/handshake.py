@@ -1,15 +1,15 @@
-"""Both ends of a connection show each other that they know the secret, without saying it.
+"""Mutual authentication of the two ends of a connection by a shared secret, which is never sent.
 
-Owns that exchange: a challenge and a response each way (HMAC with SHA-256, RFC 2104). Must not
-know what is said afterwards.
+Owns the handshake: a challenge and a response each way (HMAC with SHA-256, RFC 2104). Must not know
+the messages that follow.
 
     rank                                  engine's process
       nonce ────────────────────────────►
             ◄──────────────────────────── other nonce, HMAC(secret, "engine", nonce, other nonce)
       HMAC(secret, "rank", nonce, other nonce) ────►
 
-Nothing else is taken before, and nothing longer. Who listens in learns no secret, unless it is one
-that can be guessed. What is said afterwards is neither encrypted nor signed.
+Until then no other and no longer message is accepted. An eavesdropper does not learn the secret,
+unless it can be guessed. Later messages are neither encrypted nor signed.
 """
 
 import hmac
@@ -18,16 +18,17 @@ import secrets
 from charonia.sockets.channel import Channel
 
 TIMEOUT_S = 20.0
-"""For each message of the exchange; a machine may be busy, and nobody waits behind another."""
+"""Timeout of each message of the handshake. It is long because a machine may be busy; no other
+connection waits meanwhile."""
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
 
 
 def admit_rank(channel: Channel, secret: str) -> bool:
-    """The engine's side: whether a rank is there.
+    """The engine's side: whether the other end knows the secret.
 
     Raises:
-        OSError: it has gone, or says nothing in time.
+        OSError: the connection ended, or no message came in time.
     """
     nonce = channel.receive(TIMEOUT_S)
     if nonce is None or len(nonce) != _NONCE_BYTES:
@@ -41,10 +42,10 @@ def admit_rank(channel: Channel, secret: str) -> bool:
 
 
 def find_engine(channel: Channel, secret: str) -> bool:
-    """The rank's side: whether the engine is there.
+    """The rank's side: whether the other end knows the secret.
 
     Raises:
-        OSError: it has gone, or says nothing in time.
+        OSError: the connection ended, or no message came in time.
     """
     nonce = secrets.token_bytes(_NONCE_BYTES)
     channel.send(nonce, TIMEOUT_S)
@@ -59,7 +60,7 @@ def find_engine(channel: Channel, secret: str) -> bool:
 
 
 MAX_BYTES = _NONCE_BYTES + _PROOF_BYTES
-"""Of a message of the exchange."""
+"""Maximum size of a message of the handshake."""
 
 
 def _proof(secret: str, role: bytes, nonces: bytes) -> bytes:

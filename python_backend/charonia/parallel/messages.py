@@ -1,29 +1,29 @@
-"""What the engine's process and its ranks say to each other, beside tensors.
+"""Messages between the engine's process and its ranks. Tensors are exchanged elsewhere.
 
 Owns the messages and their encoding: MessagePack of typed Structs. Must not know sockets.
 
     rank                        engine's process
-      Join ───────────────────────►               here I am
-           ◄─────────────────────── Setup         you are rank 1 of 2
-      Prepared ───────────────────►               this computes here, from this checkpoint
-           ◄─────────────────────── Form          all are prepared: exchange tensors like this
-      Loaded ─────────────────────►               the weights are there
-           ◄─────────────────────── Measure       all have loaded: run the largest step together
-      Ready ──────────────────────►               there is memory for so many KV blocks
-           ◄─────────────────────── Allocate      take as many as the others
+      Join ───────────────────────►               asks to join
+           ◄─────────────────────── Setup         the rank's number and the arguments
+      Prepared ───────────────────►               its device and its checkpoints
+           ◄─────────────────────── Form          all are prepared: form groups
+      Loaded ─────────────────────►               its weights are loaded
+           ◄─────────────────────── Measure       all have loaded: run the largest step
+      Ready ──────────────────────►               how many KV blocks fit
+           ◄─────────────────────── Allocate      the number of KV blocks for all ranks
       Allocated ──────────────────►               done
-           ◄─────────────────────── Forward       one for each pass of a model
+           ◄─────────────────────── Forward       one pass of a model
            ◄─────────────────────── Lines         more logits of the last pass
-           ◄─────────────────────── Copy          blocks of a model's KV cache
-           ◄─────────────────────── Move          blocks to slower tiers, and back
-      Moved ──────────────────────►               all but these, if any was to come back
-           ◄─────────────────────── End           the engine is unloaded
+           ◄─────────────────────── Copy          copies blocks of a model's KV cache
+           ◄─────────────────────── Move          moves blocks to slower tiers, and back
+      Moved ──────────────────────►               which blocks failed, if asked for
+           ◄─────────────────────── End           the engine is being unloaded
 
-Both have shown before that they know the secret, see `handshake`. A rank connects a second time
-when it is to exchange tensors, and says UseTable there, see `table`.
+Before the first message both have authenticated, see `handshake`. To form its groups a rank opens a
+second connection and sends UseTable there, see `table`.
 
-Instead of what is due a rank may send a Refusal, as its last message; and the engine's process one
-instead of Setup. An empty message only says that its sender lives.
+A rank may send a Refusal instead of the expected message; it is its last message. The engine's
+process may send one instead of Setup. An empty message is a heartbeat.
 """
 
 from typing import Any
@@ -46,8 +46,9 @@ class Join(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         version: of this package.
-        host: equal for processes that can share memory, see `groups.host_identity`.
-        local_index: its place among the ranks that the engine's process started; None for others.
+        host: equal for ranks that can share memory, see `groups.host_identity`.
+        local_index: its index among the ranks that the engine's process started; None for other
+            ranks.
     """
 
     version: str
@@ -57,14 +58,14 @@ class Join(msgspec.Struct, frozen=True, tag=True):
 
 
 class UseTable(msgspec.Struct, frozen=True, tag=True):
-    """The first message of a rank's other connection, behind which it speaks to the table."""
+    """The first message of a rank's second connection; requests to the table follow."""
 
 
 class Setup(msgspec.Struct, frozen=True, tag=True):
-    """What a rank is to be.
+    """The role of a rank.
 
     Attributes:
-        local_index, num_local: its place among the ranks of its machine, and their number.
+        local_index, num_local: its index among the ranks of its machine, and their number.
     """
 
     rank: int
@@ -74,11 +75,12 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
 
 
 class Prepared(msgspec.Struct, frozen=True, tag=True):
-    """A rank has what it needs to be that.
+    """A rank has checked that it can take its role.
 
     Attributes:
-        device: the type of what it computes on. has_kernels: whether by our CPU kernels.
-        checkpoints: by model, digests of the checkpoint that it has parts of, see `fingerprint`.
+        device: the type of its device. has_kernels: whether it uses our CPU kernels.
+        checkpoints: digests of the checkpoint of each model that it has a part of, see
+            `fingerprint`.
     """
 
     device: str
@@ -90,7 +92,7 @@ class Form(msgspec.Struct, frozen=True, tag=True):
     """All ranks are prepared.
 
     Attributes:
-        memories: of each rank, see `groups.Membership`.
+        memories: one entry per rank, see `groups.Membership`.
     """
 
     memories: list[str | None]
@@ -101,36 +103,36 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
 
 
 class Measure(msgspec.Struct, frozen=True, tag=True):
-    """All ranks have loaded theirs: see what the largest step takes, with the others."""
+    """All ranks have loaded their weights: run the largest step together and measure its memory."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """There is memory for so many KV blocks; see `Room`."""
+    """The number of KV blocks that there is memory for; see `Room`."""
 
     num_blocks: int
     slot_bytes: int
 
 
 class Refusal(msgspec.Struct, frozen=True, tag=True):
-    """A rank cannot be what it is to be, or may not: name of the error's class, and its text."""
+    """A rank cannot take its role, or may not join: the name of the error's class, and its text."""
 
     kind: str
     text: str
 
 
 class Allocate(msgspec.Struct, frozen=True, tag=True):
-    """Take so many KV blocks; a slot has so many bytes at most; see `Room`."""
+    """Allocate this many KV blocks; a slot has at most this many bytes; see `Room`."""
 
     num_blocks: int
     slot_bytes: int
 
 
 class Allocated(msgspec.Struct, frozen=True, tag=True):
-    """The KV blocks are there."""
+    """The KV blocks are allocated."""
 
 
 class Forward(msgspec.Struct, frozen=True, tag=True):
-    """A pass of a model: `StepBatch` with its tensors in one array, and `lines` of `Model`."""
+    """A pass of a model: a `StepBatch`, its tensors in one array, and the `lines` of `forward`."""
 
     model: str
     indices: bytes
@@ -156,10 +158,10 @@ class Copy(msgspec.Struct, frozen=True, tag=True):
 
 
 class Move(msgspec.Struct, frozen=True, tag=True):
-    """Save blocks to slower tiers, load others from them, and discard some; see `StepPlan`.
+    """Save blocks to slower tiers, load blocks from them, and discard blocks; see `StepPlan`.
 
     Attributes:
-        uses_all: whether all blocks are in use again, after some were discarded.
+        uses_all: whether all blocks are in use again, after some had been discarded.
         is_answered: whether the engine waits for `Moved`.
     """
 
@@ -171,14 +173,14 @@ class Move(msgspec.Struct, frozen=True, tag=True):
 
 
 class Moved(msgspec.Struct, frozen=True, tag=True):
-    """The blocks are loaded and saved, but for these; see `StepResult`."""
+    """The blocks are moved. These failed; see `StepResult`."""
 
     not_loaded: list[int]
     not_saved: list[int]
 
 
 class End(msgspec.Struct, frozen=True, tag=True):
-    """This engine is not needed any more."""
+    """The engine ends."""
 
 
 Message = (
@@ -214,21 +216,21 @@ def decode(data: bytes) -> Message:
     """Decode a message.
 
     Raises:
-        msgspec.DecodeError: not MessagePack, or not of the messages' types.
+        msgspec.DecodeError: the data is not MessagePack, or not one of these messages.
     """
     try:
         message: Message = _decoder.decode(data)
     except RecursionError:
         raise msgspec.DecodeError("it is nested too deeply") from None
-    except UnicodeDecodeError as error:  # which msgspec lets through
+    except UnicodeDecodeError as error:  # msgspec does not convert it
         raise msgspec.DecodeError(f"it is not UTF-8: {error.reason}") from None
-    except ConfigError as error:  # which msgspec does not know
+    except ConfigError as error:  # from the checks of our Structs
         raise msgspec.DecodeError(str(error)) from None
     return message
 
 
 def forward_of(model: str, batch: StepBatch, lines: list[int]) -> Forward:
-    """Pack a pass."""
+    """Pack a pass of a model."""
     tensors = (batch.token_ids, batch.positions, batch.slots, batch.block_tables)
     indices = np.concatenate([tensor.cpu().numpy().ravel() for tensor in tensors])
     return Forward(
@@ -242,7 +244,7 @@ def forward_of(model: str, batch: StepBatch, lines: list[int]) -> Forward:
 
 
 def batch_of(message: Forward, device: torch.device) -> StepBatch:
-    """Unpack a pass."""
+    """Unpack a pass of a model."""
     indices = torch.frombuffer(bytearray(message.indices), dtype=torch.int64).to(device)
     num_tokens, num_rows = message.query_starts[-1], len(message.context_lens)
 

@@ -1,12 +1,12 @@
-"""The connection between the engine's process and one rank: messages, and whether it lives.
+"""The connection between the engine's process and one rank: messages and heartbeats.
 
-Owns one socket from both sides. Must not know what messages are about.
+Owns both ends of one socket. Must not know the meaning of messages.
 
-A rank says every half second that it lives, and is given up when nothing was heard of it for
-`rank_timeout_s`: by that alone, because a rank that computes for long does not read meanwhile, and
-the kernel would take it for lost. It is a rank that leaves it to its kernel to notice that the
-network has gone, by what it says not being acknowledged. A process that ends closes its socket,
-which is noticed at once.
+A rank sends a heartbeat every half second. If nothing arrives for `rank_timeout_s` it counts as
+lost. The engine's process relies on that alone: a rank does not read while it computes, and the
+kernel's timeout for unacknowledged data would take it for lost. A rank does rely on that timeout of
+its kernel to notice a broken network. If a process ends, its socket is closed, which the other end
+notices at once.
 """
 
 import contextlib
@@ -22,15 +22,15 @@ from charonia.sockets.connection import Connection
 
 BEAT_S = 0.5
 SPIN_S = 2e-3
-"""How long a rank looks for the next pass before it sleeps: what lies between two steps of a busy
-engine, and then some."""
+"""How long a rank polls for the next pass before it sleeps: longer than the gap between two steps
+of a busy engine."""
 
 
 class Peer:
-    """The other side, for one thread that receives and any that send.
+    """The other end. One thread may receive, any thread may send.
 
     Args:
-        timeout: seconds without a sign of life.
+        timeout: seconds without a message or heartbeat after which the other end counts as lost.
     """
 
     def __init__(self, connection: Connection, timeout: float) -> None:
@@ -46,37 +46,37 @@ class Peer:
 
     @property
     def is_silent(self) -> bool:
-        """Whether nothing was received for too long."""
+        """Whether nothing was received within the timeout."""
         return time.monotonic() - self.heard_at > self._timeout
 
     def send(self, message: Message) -> None:
         """Send a message.
 
         Raises:
-            RankLostError: the other side has gone, or `hang_up` was called.
+            RankLostError: the connection has ended, or `hang_up` was called.
         """
         self.send_encoded(encode(message))
 
     def send_encoded(self, data: bytes) -> None:
-        """The same with a message that goes to several."""
+        """Send a message that was encoded once for several ranks; raises as `send`."""
         try:
             self._connection.send(data)
         except OSError as error:
             raise RankLostError(f"the connection has ended: {error.strerror or error}") from None
 
     def beat(self) -> None:
-        """Say that this side lives; raises as `send`."""
+        """Send a heartbeat; raises as `send`."""
         self.send_encoded(BEAT)
 
     def receive(self, timeout: float | None = None, *, spin: float = 0.0) -> Message | None:
-        """Wait for a message, or for any sign of life: None is only that.
+        """Wait for a message or a heartbeat; None stands for a heartbeat.
 
         Args:
-            timeout: for who has said nothing yet; later it is noticed that one falls silent.
+            timeout: seconds to wait; None waits without limit.
 
         Raises:
-            RankLostError: the other side has gone, or says nothing.
-            msgspec.DecodeError: it says what is no message.
+            RankLostError: the connection has ended, or nothing came in time.
+            msgspec.DecodeError: the data is not a message.
         """
         try:
             return self._next(timeout, spin=spin)
@@ -84,9 +84,10 @@ class Peer:
             raise RankLostError("nothing was heard of it") from None
 
     def take(self) -> Iterator[Message]:
-        """What has come; waits for nothing, nor for the rest of a message that came in part.
+        """Yield the complete messages that have arrived, without waiting.
 
-        So one end that stops amid a message keeps nobody from hearing the others; it falls silent.
+        A rank that stops in the middle of a message does not block the others; it runs into its
+        timeout.
 
         Raises:
             RankLostError, msgspec.DecodeError: as `receive`.
@@ -97,9 +98,9 @@ class Peer:
                     yield message
 
     def beat_for_ever(self) -> None:
-        """Start to say that this process lives, and end it when there is nobody to say it to.
+        """Start sending heartbeats; when they cannot be delivered, end this process.
 
-        That is also when nothing was acknowledged for the time without a sign of life.
+        That includes data that the other end's kernel has not acknowledged within the timeout.
         """
         self._socket.setsockopt(
             socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self._timeout * 1000)
@@ -115,11 +116,11 @@ class Peer:
         threading.Thread(target=run, name="charonia-beat", daemon=True).start()
 
     def hang_up(self) -> None:
-        """End the connection, also for threads that wait in it."""
+        """End the connection. Threads that wait in it get an error."""
         self._connection.hang_up()
 
     def close(self) -> None:
-        """Hang up and let go, when no other thread uses this any more."""
+        """End the connection and close the socket. No other thread may use this object any more."""
         self._connection.close()
 
     def _next(self, timeout: float | None, *, spin: float = 0.0) -> Message | None:

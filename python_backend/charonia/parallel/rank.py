@@ -1,6 +1,6 @@
-"""What a rank other than the engine's own process does: load its part, and follow.
+"""A rank other than rank 0: it loads its part and follows the engine's process.
 
-Owns the rank's side of `messages`. Must not know processes, or who started this one.
+Owns the rank's side of `messages`. Must not know processes, or how this one was started.
 """
 
 import contextlib
@@ -70,14 +70,14 @@ def be_rank(
     """Join an engine and follow it until it ends.
 
     Args:
-        connect: connects to the engine's rendezvous, as soon as there is one.
-        secret: what the engine must know, and this rank shows that it knows.
-        local_index: among the ranks that the engine started; None for others.
-        paths: "model" and "draft_model", where they lie elsewhere on this machine.
+        connect: connects to the engine's rendezvous; waits until it exists.
+        secret: the shared secret by which the rank and the engine authenticate.
+        local_index: index among the ranks that the engine started; None for other ranks.
+        paths: of "model" and "draft_model", if they differ on this machine.
 
     Raises:
-        RankLostError: the engine, or another rank, has gone; or the engine refuses this one.
-        Exception: whatever keeps this rank from loading its part; the engine has been told.
+        RankLostError: the engine or another rank was lost, or the engine refused this rank.
+        Exception: this rank cannot load its part. The engine has been told the reason.
     """
     channel = _introduce(connect(), secret)
     own_address: str = channel.socket.getsockname()[0]
@@ -116,10 +116,10 @@ def be_rank(
 
 
 def _introduce(channel: Channel, secret: str) -> Channel:
-    """Show that this is a rank, and make sure that an engine of the same secret is there.
+    """Authenticate to the engine, and check that the engine knows the secret too.
 
     Raises:
-        RankLostError: it is not.
+        RankLostError: it does not, or it does not answer.
     """
     try:
         is_engine = find_engine(channel, secret)
@@ -135,10 +135,10 @@ def _introduce(channel: Channel, secret: str) -> Channel:
 
 
 def _expect(peer: Peer, kind: type[M]) -> M:
-    """Wait for what the engine's process says next, while this rank is loading.
+    """Wait for the engine's next message while this rank is loading.
 
     Raises:
-        RankLostError: it says something else: that this rank is refused, or not needed any more.
+        RankLostError: another message came: this rank is refused, or the engine ends.
     """
     while (message := peer.receive()) is None:
         pass
@@ -150,7 +150,7 @@ def _expect(peer: Peer, kind: type[M]) -> M:
 
 
 class _Follower:
-    """This rank's parts of the models: prepared, loaded, allocated, and then computed with."""
+    """This rank's parts of the models: prepared, loaded, allocated, then computed with."""
 
     def __init__(self, setup: Setup, paths: Mapping[str, str], log: Callable[[str], None]) -> None:
         args = _with_paths(setup.args, paths)
@@ -167,7 +167,7 @@ class _Follower:
                 os.sched_setaffinity(0, layout.cores)
 
     def prepared(self) -> Prepared:
-        """What the other ranks must know of this one."""
+        """What the engine's process must know of this rank."""
         basis = self._basis
         return Prepared(
             device=basis.device.type,
@@ -176,19 +176,19 @@ class _Follower:
         )
 
     def load(self, me: Membership) -> None:
-        """Form groups with the other ranks, and load the weights."""
+        """Form the groups with the other ranks, and load the weights."""
         basis = self._basis
         self._groups = Groups(self._topology, me, basis.kernels, basis.device)
         model_rank, draft_rank = self._groups.model_ranks()
         self._model_ranks = {"target": model_rank} | ({"draft": draft_rank} if draft_rank else {})
-        # How far the weights are is said by the engine's process.
+        # The engine's process logs the progress of loading.
         self._loaded = Models.load(basis, model_rank, draft_rank, log=lambda line: None)
         self._models: dict[str, PagedModel] = {}
         self._tiers: KVTiers | None = None
         self._kv_stores: list[KVStore] = []
 
     def room(self) -> Room:
-        """What there is memory for; computes the largest step, with the other ranks."""
+        """Measure how many KV blocks fit, by running the largest step with the other ranks."""
         basis, models = self._basis, self._loaded
         model_rank, draft_rank = self._model_ranks["target"], self._model_ranks.get("draft")
 
@@ -200,7 +200,7 @@ class _Follower:
         return size(basis, models, run_step).room
 
     def allocate(self, room: Room) -> None:
-        """Allocate the KV caches, and what is kept beside them."""
+        """Allocate the KV caches and the slower tiers."""
         basis, loaded = self._basis, self._loaded
         kv = loaded.allocate(room.num_blocks, basis.device)
         self._kv_stores = [store for store in kv if store is not None]
@@ -211,7 +211,7 @@ class _Follower:
             self._models["draft"] = PagedModel(loaded.draft.decoder, kv.draft)
 
     def move(self, message: Move) -> Moved:
-        """Move blocks; return those that could not be loaded or saved."""
+        """Move blocks; return those that failed."""
         not_loaded: list[int] = []
         not_saved: list[int] = []
         with torch.inference_mode():
@@ -228,7 +228,7 @@ class _Follower:
         return Moved(not_loaded, not_saved)
 
     def follow(self, message: Message) -> None:
-        """Do what the engine's process does."""
+        """Compute what the engine's process computes."""
         with torch.inference_mode():
             match message:
                 case Forward():
@@ -246,7 +246,7 @@ class _Follower:
 
 
 def checkpoints_of(basis: Basis, *, has_draft: bool) -> dict[str, dict[str, str]]:
-    """Digests of the checkpoints that a rank has parts of, by model.
+    """Digests of the checkpoints of each model that a rank has a part of.
 
     Raises:
         CheckpointError: files are missing or damaged.
@@ -259,7 +259,7 @@ def checkpoints_of(basis: Basis, *, has_draft: bool) -> dict[str, dict[str, str]
 
 
 def _with_paths(args: EngineArgs, paths: Mapping[str, str]) -> EngineArgs:
-    """The arguments, with the checkpoints where they lie on this machine."""
+    """Return the arguments with the paths of the checkpoints on this machine."""
     if "model" in paths:
         args = msgspec.structs.replace(args, model=paths["model"])
     if "draft_model" in paths and args.speculative_config is not None:

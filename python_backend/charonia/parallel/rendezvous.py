@@ -1,11 +1,11 @@
-"""Where the ranks of an engine join it: who is let in, and who is sent away.
+"""The rendezvous: where ranks join an engine, or are refused.
 
-Owns the listening socket, the connections until all have come, and the ranks' table. Must not know
-what ranks do, or how those of this machine are started.
+Owns the listening socket, the connections until all ranks have joined, and the ranks' table. Must
+not know what ranks do, or how those of this machine are started.
 
-Each connection is met in a thread of its own, within bounds of time and size: one that says nothing
-keeps nobody waiting (`charonia.sockets.server`). Nothing is decoded of who has not shown
-that it knows the secret (`handshake`).
+Each connection has a thread of its own and limits of time and size, so a silent one does not hold
+up the others (`charonia.sockets.server`). No message is decoded before the other end has
+authenticated (`handshake`).
 """
 
 import contextlib
@@ -37,18 +37,18 @@ _LOCAL_JOIN_TIMEOUT_S = 120.0
 
 
 class Rendezvous:
-    """Listens for ranks from when it is made.
+    """Listens for ranks, from its construction on.
 
     Args:
         log: takes one line.
 
     Attributes:
-        address, port: where ranks join. secret: what they must know.
-        table: what they tell each other through.
+        address, port: where ranks join. secret: the shared secret.
+        table: the ranks' table, see `table`.
 
     Raises:
-        ConfigError: the rendezvous is no address of this machine, or taken; or ranks of other
-            machines are to join, and there is no secret.
+        ConfigError: the rendezvous is not an address of this machine, or is in use; or ranks of
+            other machines are expected and no secret is set.
     """
 
     def __init__(self, args: EngineArgs, log: Callable[[str], None]) -> None:
@@ -80,13 +80,13 @@ class Rendezvous:
         self._server.start()
 
     def wait(self, check: Callable[[], None]) -> list[tuple[Join, Peer]]:
-        """Wait until every rank has come; those of this machine first, then host by host.
+        """Wait for all ranks; return those of this machine first, then the others host by host.
 
         Args:
-            check: called again and again; raises what ends the wait.
+            check: called repeatedly; an exception that it raises ends the wait.
 
         Raises:
-            RankLostError: not all came in time.
+            RankLostError: not all ranks joined in time.
         """
         joined: list[tuple[Join, Peer]] = []
         try:
@@ -106,11 +106,11 @@ class Rendezvous:
         )
 
     def stop_listening(self) -> None:
-        """Let nobody in any more; those who are in stay."""
+        """Accept no more connections; those that exist stay."""
         self._server.stop_listening()
 
     def close(self) -> None:
-        """End the table, all connections to it, and a wait in another thread."""
+        """Close the table and all connections to it, and end a `wait` in another thread."""
         self._arrived.put(None)
         self.table.close()
         self._server.close()
@@ -130,7 +130,7 @@ class Rendezvous:
                     f"only {len(joined)} of {num_others} other ranks have joined{self._refused}"
                 )
             arrived = self._next()
-            # Who has ended meanwhile may be the one that comes again now.
+            # The new rank may be the successor of one that joined and has ended since.
             for one in [one for one in joined if not _is_there(one[1])]:
                 self._log(f"process {one[0].pid} had joined, and has gone again")
                 one[1].close()
@@ -149,7 +149,7 @@ class Rendezvous:
         return 0 < join.local_index < self._args.local_ranks and join.local_index not in taken
 
     def _next(self) -> tuple[Join, Peer] | None:
-        """A rank that has come; None when none did for a while."""
+        """Return the next rank that joins; None if none does for a while."""
         try:
             arrived = self._arrived.get(timeout=BEAT_S)
         except Empty:
@@ -164,7 +164,7 @@ class Rendezvous:
         return None
 
     def _meet(self, connection: Connection) -> bool:
-        """Take a rank in, or answer for the table; each in the thread of its connection."""
+        """Accept a rank, or serve the table; runs in the thread of the connection."""
         for data in connection.messages():
             match decode(data):
                 case Join() as join:
@@ -177,7 +177,7 @@ class Rendezvous:
         return False
 
     def _send_away(self, join: Join, peer: Peer, reason: str) -> None:
-        """It belongs to us, so it is told why."""
+        """Refuse a rank. It has authenticated, so it is told the reason."""
         self._log(f"refused: process {join.pid} cannot be a rank: {reason}")
         self._refused = f"; one was refused: {reason}"
         with contextlib.suppress(RankLostError):
@@ -192,7 +192,7 @@ def _admit(channel: Channel, secret: str) -> bool:
 
 
 def _is_there(peer: Peer) -> bool:
-    """Whether who joined lives, and says nothing but that until it is told what to be."""
+    """Whether a rank that joined is still connected, and has sent only heartbeats since."""
     try:
         return not any(True for _ in peer.take()) and not peer.is_silent
     except (RankLostError, msgspec.DecodeError):

@@ -1,11 +1,10 @@
-"""What ranks must know of each other before they can exchange tensors: keys and values.
+"""A table of keys and values, by which ranks find each other before they can exchange tensors.
 
-Owns the table, which is in the engine's process, and the way to it from the other ranks: a
-connection beside the one for messages, because torch asks from wherever it is. Must not know what
-keys mean.
+Owns the table in the engine's process, and the access of other ranks to it. They use a second
+connection, because torch may ask at any time. Must not know the meaning of keys.
 
-torch.distributed has stores of its own, but the one for several machines takes anybody's word. So
-it gets this one, see `TableStore`.
+torch.distributed has stores of its own, but its store for several machines has no authentication.
+So torch is given this table, see `TableStore`.
 """
 
 import threading
@@ -22,10 +21,10 @@ from charonia.sockets.connection import Connection
 
 MAX_ENTRIES = 2**16
 MAX_BYTES = 2**16
-"""Of a message, and so of a value. torch's are a few hundred bytes."""
+"""Maximum size of a message, and so of a value. Values of torch have a few hundred bytes."""
 MAX_WAIT_S = 3600.0
 _ANSWER_TIMEOUT_S = 10.0
-"""For an answer, beside the time that it may wait for a value."""
+"""Timeout of an answer, in addition to the time that it may wait for a value."""
 
 
 class Put(msgspec.Struct, frozen=True, tag=True):
@@ -36,7 +35,7 @@ class Put(msgspec.Struct, frozen=True, tag=True):
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
-    """Add to a value that is a number, which begins with 0."""
+    """Add to a value that is a number; a missing one counts as 0."""
 
     key: str
     amount: int
@@ -56,7 +55,7 @@ _value_decoder: msgspec.msgpack.Decoder[bytes | None] = msgspec.msgpack.Decoder(
 
 
 class TableView(Protocol):
-    """The table, from wherever it is looked at."""
+    """Access to the table, in its own process or from another one."""
 
     def put(self, key: str, value: bytes) -> None:
         """Set a value."""
@@ -67,10 +66,10 @@ class TableView(Protocol):
         ...
 
     def get(self, key: str, seconds: float) -> bytes | None:
-        """Wait for a value; None when there is none within so many seconds.
+        """Wait for a value; None if it is not set within `seconds`.
 
         Raises:
-            RankLostError: the table has gone.
+            RankLostError: the table was closed, or cannot be reached.
         """
         ...
 
@@ -84,7 +83,7 @@ class Table:
         self._is_closed = False
 
     def put(self, key: str, value: bytes) -> None:
-        """See `TableView`, as with all that follows."""
+        """See `TableView`, also for the following methods."""
         with self._changed:
             if len(self._values) >= MAX_ENTRIES and key not in self._values:
                 raise RankLostError(f"the ranks' table is full: it has {MAX_ENTRIES} entries")
@@ -104,13 +103,13 @@ class Table:
             return self._values.get(key)
 
     def close(self) -> None:
-        """End all waits with an error, now and later."""
+        """Make all waits fail, now and later."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
 
     def serve(self, connection: Connection) -> None:
-        """Answer what a rank asks, until it ends."""
+        """Answer the requests of a rank until its connection ends."""
         connection.channel.max_bytes = MAX_BYTES
         while (message := connection.channel.receive()) is not None:
             connection.send(self.answer(message))
@@ -119,8 +118,9 @@ class Table:
         """Answer one request of a rank.
 
         Raises:
-            msgspec.DecodeError: it is none. ValueError: what is to be added to is no number.
-            RankLostError: the table is full, or has gone.
+            msgspec.DecodeError: it is not a request. ValueError: `Add` to a value that is not a
+                number.
+            RankLostError: the table is full or closed.
         """
         value: bytes | None = None
         match _request_decoder.decode(message):
@@ -134,10 +134,10 @@ class Table:
 
 
 class RemoteTable:
-    """The table of an engine's process elsewhere; a `TableView` for any thread.
+    """A `TableView` of the table in the engine's process, for another process. Thread-safe.
 
     Args:
-        channel: to it; nobody else uses it.
+        channel: a connection to that process, used by this object alone.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -146,7 +146,7 @@ class RemoteTable:
         self._lock = threading.Lock()
 
     def put(self, key: str, value: bytes) -> None:
-        """See `TableView`, as with all that follows."""
+        """See `TableView`, also for the following methods."""
         self._ask(Put(key, value))
 
     def add(self, key: str, amount: int) -> bytes:
@@ -156,7 +156,7 @@ class RemoteTable:
         return self._ask(Get(key, seconds), seconds)
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._channel.close()
 
     def _ask(self, request: Request, seconds: float = 0.0) -> bytes | None:
@@ -175,15 +175,15 @@ class RemoteTable:
             self._channel.send(message, _ANSWER_TIMEOUT_S)
             return self._channel.receive(timeout)
         except OSError:
-            self._channel.close()  # a late answer would be taken for that to the next request
+            self._channel.close()  # a late answer would be read as the next one
             raise
 
 
 class TableStore(Store):
-    """The table as torch.distributed wants it, which calls this from C++.
+    """The table as a store of torch.distributed, which calls it from C++.
 
     Args:
-        timeout: for values that torch asks for without saying how long it would wait.
+        timeout: for requests of torch without a timeout.
     """
 
     def __init__(self, table: TableView, timeout: timedelta) -> None:
@@ -191,8 +191,8 @@ class TableStore(Store):
         self._table = table
         self._timeout = timeout
 
-    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # what it is called with
-        """See torch.distributed.Store, as with all that follows."""
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # torch passes str
+        """See torch.distributed.Store, also for the following methods."""
         self._table.put(key, value)
 
     def get(self, key: str) -> bytes:

@@ -1,9 +1,9 @@
-"""The engine's process and its ranks: started, prepared, led, watched and ended.
+"""Rank 0's view of the other ranks: starts, prepares, leads, watches and ends them.
 
 Owns the ranks' processes and connections. Must not know plans or what a model computes.
 
-    main thread      steps: a message to every rank, then the same computation here
-    watcher thread   starts the ranks of this machine, hears what all say, notices who is lost
+    main thread      runs steps: sends a message to every rank, then computes the same here
+    watcher thread   starts the ranks of this machine, receives all messages, notices losses
 """
 
 import contextlib
@@ -64,22 +64,22 @@ from charonia.protocol import BlockCopy, Collectives, EngineInfo, StepPlan
 M = TypeVar("M", bound=Message)
 _END_TIMEOUT_S = 5.0
 _LAST_WORDS_S = 1.0
-"""What the ranks of a lost engine have for saying in their logs what went wrong."""
+"""Time for the ranks of a lost engine to log what went wrong."""
 
 
 class RankTeam:
     """Implements `data.team.Team` for the rank that runs the steps.
 
-    The ranks of this machine are started at once, and load while this process does.
+    The ranks of this machine are started at once. They load at the same time as this process.
 
     Args:
-        on_lost: called from any thread with the reason when a rank is lost after all have loaded
-            and allocated their parts. The step at hand, or the next one, raises it too.
+        on_lost: called from any thread, with the reason, if a rank is lost after all have allocated
+            their KV blocks. The current or next step also raises.
         log: takes one line, from any thread.
 
     Raises:
-        ConfigError: the rendezvous is no address of this machine, or taken; there is no secret
-            for ranks of other machines; or torch.distributed is in use in this process already.
+        ConfigError: the rendezvous is not an address of this machine, or is in use; no secret is
+            set for ranks of other machines; or this process already uses torch.distributed.
     """
 
     def __init__(
@@ -97,12 +97,12 @@ class RankTeam:
         self._rendezvous = Rendezvous(args, log)
         self._groups: Groups | None = None
         self._ranks: dict[int, Peer] = {}
-        # What ranks say while they are loading; None when one is lost.
+        # Messages of the ranks; None when one was lost.
         self._said: SimpleQueue[tuple[int, Message] | None] = SimpleQueue()
         self._pids: list[int] = []
         self._processes: list[subprocess.Popen[bytes]] = []
-        # Receives a pipeline's logits, because its end must get rid of them before it can take in
-        # what this process sends meanwhile.
+        # Receives a pipeline's logits: the last stage must deliver them before it can receive what
+        # this process sends meanwhile.
         self._receiver = ThreadPoolExecutor(1, thread_name_prefix="charonia-logits")
         self._lost: str | None = None
         self._lost_as: type[CharoniaError] = RankLostError
@@ -117,19 +117,18 @@ class RankTeam:
 
     @property
     def local_rank(self) -> LocalRank:
-        """This process among those on its machine."""
+        """This rank's place among those of its machine."""
         return LocalRank(0, self._args.local_ranks)
 
     def join(self, basis: Basis) -> tuple[ModelRank, ModelRank | None]:
-        """Meet the other ranks; return this one's part of the target and of the draft model.
+        """Wait for the other ranks; return this rank's parts of the target and of the draft model.
 
-        All have made sure by then that they can be what they are to be, and all from the same
-        checkpoints.
+        By then all ranks have checked that they can take their roles, with the same checkpoints.
 
         Raises:
-            RankLostError: not all came, or one was lost meanwhile.
-            CheckpointError: the ranks' checkpoints are not the same.
-            CheckpointError, ConfigError: a rank refuses; these are its words.
+            RankLostError: not all joined in time, or one was lost.
+            CheckpointError: the ranks' checkpoints differ.
+            CheckpointError, ConfigError: a rank refused, for the reason given.
         """
         joined = self._rendezvous.wait(self._check_started)
         hosts = [host_identity(), *(join.host for join, _ in joined)]
@@ -148,22 +147,24 @@ class RankTeam:
         return self._groups.model_ranks()
 
     def measure(self) -> None:
-        """Have the other ranks run the largest step once all have loaded, as this one does next.
+        """Wait until all ranks have loaded, and have them run the largest step.
+
+        The caller runs the same step next.
 
         Raises:
-            RankLostError: one was lost while it was loading.
-            CheckpointError, ConfigError: one cannot load its part; these are its words.
+            RankLostError: one was lost while loading.
+            CheckpointError, ConfigError: a rank cannot load its part, for the reason given.
         """
         self._collect(Loaded)
         self._rendezvous.stop_listening()  # all groups are formed
         self.tell(Measure(), self._ranks)
 
     def agree(self, room: Room) -> Room:
-        """Have all ranks take as many blocks as the one with the least memory; return that.
+        """Have all ranks allocate as many blocks as fit on the rank with the least memory.
 
         Raises:
             RankLostError: one was lost meanwhile.
-            ConfigError: one has no room for its part; these are its words.
+            ConfigError: a rank has no memory for its part, for the reason given.
         """
         ready = self._collect(Ready)
         room = Room(
@@ -177,18 +178,20 @@ class RankTeam:
         return room
 
     def move(self, plan: StepPlan, *, uses_all: bool) -> Callable[[], tuple[set[int], set[int]]]:
-        """Have the other ranks move a plan's blocks between tiers, and discard others.
+        """Have the other ranks move a plan's blocks between tiers and discard blocks.
 
         Args:
             uses_all: whether all blocks are in use again, see `KVStore.use_all`.
 
         Returns:
-            Waits for them, if anything is loaded, and tells what any of them could not load and
-            save, as `StepResult` does. It waits for saves, too, but in a pipeline, whose other
-            stages may compute another step meanwhile; what they have not saved, they cannot load.
+            A function that waits for the ranks and returns the blocks that any of them could not
+            load and the saves that any of them could not make, as `StepResult` does. It waits if
+            blocks are loaded. For saves alone it waits unless there is a pipeline, whose other
+            stages may be computing another step. If such a save fails, loading that slot fails
+            later.
 
         Raises:
-            RankLostError: one was lost; also of what is returned.
+            RankLostError: a rank was lost. The returned function raises it too.
         """
         is_pipeline = self._topology.num_stages > 1
         is_answered = bool(plan.loads or (plan.saves and not is_pipeline))
@@ -204,7 +207,7 @@ class RankTeam:
         return missed
 
     def lead(self, name: str, model: PagedModel) -> Model:
-        """Have the ranks that are in model `name` follow what is computed with it."""
+        """Wrap a model so that the ranks with parts of it compute the same."""
         is_draft = name == "draft"
         ranks = range(1, self._topology.num_draft_parts if is_draft else self._topology.num_ranks)
         if not ranks:
@@ -213,7 +216,7 @@ class RankTeam:
         return _LedModel(self, name, model, ranks, self._receiver if is_pipeline else None)
 
     def describe(self, info: EngineInfo) -> EngineInfo:
-        """Add what there is to know of the ranks."""
+        """Add the processes of the ranks and the number of stages."""
         return msgspec.structs.replace(
             info,
             pids=[*info.pids, *self._pids],
@@ -221,7 +224,7 @@ class RankTeam:
         )
 
     def collectives(self) -> Collectives:
-        """What this rank has exchanged since the last call."""
+        """Counters of this rank's operations since the last call."""
         assert self._groups is not None
         return self._groups.collectives()
 
@@ -243,7 +246,7 @@ class RankTeam:
         for rank in self._ranks.values():
             rank.close()
         if self._groups is not None:
-            self._groups.abort()  # the receiver may be waiting for a rank that stands still
+            self._groups.abort()  # the receiver may be waiting for a rank that hangs
         self._receiver.shutdown()
         if self._groups is not None:
             self._groups.close()
@@ -256,7 +259,7 @@ class RankTeam:
         """Send a message to some ranks.
 
         Raises:
-            RankLostError: one was lost.
+            RankLostError: a rank was lost.
         """
         data = encode(message)
         for rank in ranks:
@@ -268,12 +271,12 @@ class RankTeam:
                 self.check()
 
     def check(self) -> None:
-        """Raises RankLostError when a rank was lost, or the error with which it refused."""
+        """Raise RankLostError if a rank was lost, or the error with which a rank refused."""
         if self._lost is not None:
             raise self._lost_as(self._lost)
 
     def lose(self, reason: str, kind: type[CharoniaError] = RankLostError) -> None:
-        """The ranks no longer do the same: there is no going on."""
+        """Give up the engine: its ranks are no longer in step."""
         with self._losing:
             if self._lost is not None or self._is_closing.is_set():
                 return
@@ -291,18 +294,18 @@ class RankTeam:
 
     @property
     def _end_timeout(self) -> float:
-        """Seconds that ranks have for ending by themselves."""
+        """Seconds that ranks have to end by themselves."""
         return _END_TIMEOUT_S if self._lost is None else _LAST_WORDS_S
 
     def _hang_up(self) -> None:
-        """End the connections, also for a thread that sends to a rank which takes nothing."""
+        """End the connections, even if a thread is blocked sending to a rank."""
         for rank in list(self._ranks.values()):
             rank.hang_up()
 
     # ------------------------------------------------------------------ loading
 
     def _check_started(self) -> None:
-        """Raises RankLostError when a rank of this machine will not come."""
+        """Raise RankLostError if a rank of this machine has ended before it joined."""
         self.check()
         for process in self._processes:
             if process.poll() is not None:
@@ -311,7 +314,7 @@ class RankTeam:
                 )
 
     def _collect(self, kind: type[M]) -> dict[int, M]:
-        """Wait until every rank has said what is due; in the order of ranks."""
+        """Wait for a message of this type from every rank; return them in the order of ranks."""
         found: dict[int, M] = {}
         while len(found) < len(self._ranks):
             said = self._said.get()
@@ -330,15 +333,15 @@ class RankTeam:
             me = Membership(0, memories, self._rendezvous.address, self._rendezvous.table)
             return Groups(self._topology, me, basis.kernels, basis.device)
         except RankLostError:
-            self.check()  # who it was says more than that one was missing
+            self.check()  # names the rank that was lost, if one was
             raise
 
     # ------------------------------------------------------------------ the watcher's thread
 
     def _watch(self) -> None:
-        """Start the local ranks, listen to all, and give them a while to end by themselves.
+        """Start the local ranks, receive from all ranks, and give them time to end by themselves.
 
-        The kernel ends the local ones with this thread, whatever they are doing.
+        The kernel kills the local ranks when this thread ends.
         """
         try:
             for index in range(1, self._args.local_ranks):
@@ -350,7 +353,7 @@ class RankTeam:
             self._has_started.set()
         try:
             self._listen_to_ranks()
-        except Exception as error:  # unseen, ranks could be lost unnoticed ever after
+        except Exception as error:  # otherwise no loss would be noticed any more
             self.lose(f"the watcher: {type(error).__name__}: {error}")
         self._have_ended.wait(self._end_timeout)
         self._hang_up()
@@ -359,13 +362,13 @@ class RankTeam:
         looked_at = time.monotonic()
         while not self._is_closing.is_set():
             ranks = dict(self._ranks)
-            poll = select.poll()  # select() takes no descriptors from 1024 on
+            poll = select.poll()  # select() does not support descriptors above 1023
             for rank in ranks.values():
                 poll.register(rank, select.POLLIN)
             ready = {descriptor for descriptor, _ in poll.poll(BEAT_S * 1000)}
             stood_still = time.monotonic() - looked_at > 2 * BEAT_S
             looked_at = time.monotonic()
-            if stood_still:  # this process did: what the others say is yet to come
+            if stood_still:  # this process was suspended: heartbeats are yet to be read
                 for rank in ranks.values():
                     rank.heard_at = looked_at
             for number, rank in ranks.items():
@@ -373,7 +376,7 @@ class RankTeam:
                     return
                 try:
                     for message in rank.take() if rank.fileno() in ready else ():
-                        if isinstance(message, Refusal):  # it ends now, but its words came first
+                        if isinstance(message, Refusal):  # its reason counts, not its end
                             self.lose(*_refused(number, message))
                         else:
                             self._said.put((number, message))
@@ -388,7 +391,7 @@ class RankTeam:
             *("--join", f"{self._rendezvous.address}:{self._rendezvous.port}"),
             *("--local-index", str(index), "--parent", str(os.getpid())),
         ]
-        # The same copy of this package, wherever this process found it.
+        # Use the same copy of this package as this process.
         paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]
         env = os.environ | {
             SECRET_VARIABLE: self._rendezvous.secret,
@@ -398,7 +401,7 @@ class RankTeam:
 
 
 class _LedModel:
-    """A model of which other ranks have parts: they do what this process does."""
+    """A model with parts on other ranks: they compute what this process computes."""
 
     def __init__(
         self,
@@ -435,7 +438,7 @@ class _LedModel:
 
 
 def _check_same(basis: Basis, prepared: dict[int, Prepared]) -> None:
-    """Raises CheckpointError or ConfigError when a rank has what does not go with this one."""
+    """Raise CheckpointError or ConfigError if a rank's checkpoint or device differs."""
     expected = checkpoints_of(basis, has_draft=basis.draft_spec is not None)
     for number, message in prepared.items():
         if message.device != basis.device.type:
@@ -453,7 +456,7 @@ def _check_same(basis: Basis, prepared: dict[int, Prepared]) -> None:
 
 
 def _refused(number: int, refusal: Refusal) -> tuple[str, type[CharoniaError]]:
-    """What to raise; what is none of our errors (no memory, a bug) has cost us the rank."""
+    """The error to raise. Other kinds (out of memory, a bug) count as the loss of the rank."""
     for kind in (CheckpointError, ConfigError, RankLostError):
         if refusal.kind == kind.__name__:
             return f"rank {number}: {refusal.text}", kind

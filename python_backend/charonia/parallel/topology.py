@@ -1,6 +1,6 @@
-"""Who of an engine's ranks is where, and which of them exchange what.
+"""The layout of an engine's ranks: parts, stages and process groups.
 
-Owns the arithmetic alone. Must not know processes or tensors.
+Owns the arithmetic only. Must not know processes or tensors.
 """
 
 from dataclasses import dataclass
@@ -13,8 +13,7 @@ from charonia.data.comm import Place
 class Topology:
     """Ranks in rows of parts, one row per stage; see `data.comm`.
 
-    The draft model, where there is one, is split among the first ranks of the first stage, and all
-    of its layers are there.
+    A draft model is split among the first ranks of the first stage, which have all its layers.
     """
 
     num_parts: int
@@ -33,22 +32,22 @@ class Topology:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks in all."""
+        """The number of ranks."""
         return self.num_parts * self.num_stages
 
     def place(self, rank: int) -> Place:
-        """Where a rank is in the target."""
+        """A rank's place in the target model."""
         stage, part = divmod(rank, self.num_parts)
         return Place(part, self.num_parts, stage, self.num_stages)
 
     def draft_place(self, rank: int) -> Place | None:
-        """Where it is in the draft model, None where it has none of it."""
+        """A rank's place in the draft model; None if it has no part of it."""
         return Place(rank, self.num_draft_parts) if rank < self.num_draft_parts else None
 
     def groups(self) -> dict[str, list[int]]:
-        """Name the groups of two ranks and more, in an order that is the same on every rank.
+        """The ranks of each group of at least two, by name, in the same order on every rank.
 
-        Each has a stream of operations of its own, so one that is late delays no other.
+        Groups are independent: a late operation in one does not delay the others.
         """
         parts = self.num_parts
         rows = [list(range(stage * parts, (stage + 1) * parts)) for stage in range(self.num_stages)]
@@ -66,10 +65,10 @@ DRAFT_GROUP = "draft"
 
 
 def parts_group(stage: int) -> str:
-    """The parts of a stage."""
+    """Name of the group of a stage's parts."""
     return f"parts {stage}"
 
 
 def entry_group(rank: int) -> str:
-    """A rank behind the first stage, and the one that it gets hidden states from."""
+    """Name of the group of a rank and the one that sends it hidden states."""
     return f"entry {rank}"

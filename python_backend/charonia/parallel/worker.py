@@ -1,10 +1,10 @@
 """A rank other than the engine's own process: `python -m charonia.parallel.worker`.
 
-Owns that process: it joins, loads its part of the models, and follows. Must not know plans, rows
-or sampling.
+Owns the process of such a rank, which joins, loads its part of the models, and follows. Must not
+know plans, rows or sampling.
 
-On the engine's machine the engine starts it. On another one it is started by hand or by torchrun,
-and runs for as long as it is wanted: whenever an engine ends it waits for the next one::
+On its own machine the engine starts this process. On another machine you start it, or torchrun
+does. There it runs until it is stopped: when an engine ends, it waits for the next one::
 
     CHARONIA_RANK_SECRET=... torchrun --nproc-per-node 2 -m charonia.parallel.worker \\
         --join 10.0.0.1:29400
@@ -33,7 +33,7 @@ _CONNECT_TIMEOUT_S = 5.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Be a rank, once or again and again; returns the exit code."""
+    """Be a rank of one engine, or of one engine after another; returns the exit code."""
     options = _parser().parse_args(arguments)
     if not os.environ.get(SECRET_VARIABLE):
         print(
@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--model", metavar="DIR", help="where the checkpoint is on this machine")
     parser.add_argument("--draft-model", metavar="DIR", help="the same of the draft model")
-    # For ranks that a process of ours starts:
+    # Internal: for processes that charonia starts.
     parser.add_argument("--local-index", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
     return parser
@@ -77,7 +77,7 @@ def _address(text: str) -> tuple[str, int]:
 
 
 def _stay(arguments: list[str]) -> int:
-    """Be a rank of one engine after the other, each time in a fresh process."""
+    """Be a rank of one engine after another, each time in a fresh process."""
     process: subprocess.Popen[bytes] | None = None
 
     def end(signum: int, frame: object) -> NoReturn:
@@ -95,15 +95,15 @@ def _stay(arguments: list[str]) -> int:
 
 
 def _die_with(parent: int) -> None:
-    """Have the kernel end this process when its parent ends, however that ends."""
+    """Have the kernel kill this process when its parent ends for any reason."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def _be_rank(options: argparse.Namespace) -> None:
-    """Raises RankLostError when the engine, or another rank, has gone."""
-    from charonia.parallel.rank import be_rank  # late: it brings torch
+    """Raise RankLostError when the engine or another rank is lost."""
+    from charonia.parallel.rank import be_rank  # imported here because it imports torch
 
     paths = {"model": options.model, "draft_model": options.draft_model}
     be_rank(
@@ -116,7 +116,7 @@ def _be_rank(options: argparse.Namespace) -> None:
 
 
 def _connect(host: str, port: int) -> Channel:
-    """Connect to the engine, as soon as there is one."""
+    """Connect to the engine; wait until it listens."""
     said_at = -math.inf
     while True:
         try:
