@@ -1,1 +1,1 @@
-"""What watches processes and brings them back: beside the server, and in its models' processes."""
+"""Watches processes and repairs them: beside the server, and in its models' processes."""

@@ -1,12 +1,12 @@
-"""How many calls of a process are still to be answered, told beyond its end.
+"""The number of calls that a process has not answered yet, readable even after it has ended.
 
-Owns the memory where that number is, and both its ends: the process that answers calls later, and
-whoever watches it. Must not know calls.
+Owns the shared memory with that number, on both sides: the process that answers the calls, and the
+one that watches it. Must not know calls.
 
-Triton ends what waits for a lost process with an error, but not the calls that the process meant
-to answer later through its response senders: these end with the server alone. So what a loss costs
-depends on whether there were any, and only the lost process knew. The memory has no name in any
-file system, and lives as long as somebody has it open.
+When a process is lost, Triton fails the requests that wait for it. It does not fail the calls that
+the process was going to answer later through response senders: these end only with the server. So
+the cost of a loss depends on whether there were such calls, which only the lost process knew. The
+memory has no name in any file system, and exists as long as a process has it open.
 """
 
 import contextlib
@@ -18,22 +18,22 @@ _NUM_BYTES = 8
 
 
 class OpenCalls:
-    """Of this process."""
+    """The open calls of this process."""
 
     def __init__(self) -> None:
         self._memory = os.memfd_create(_NAME)
         self.note(0)
 
     def note(self, count: int) -> None:
-        """So many are open now."""
+        """Set the number of open calls."""
         os.pwrite(self._memory, count.to_bytes(_NUM_BYTES, "little"), 0)
 
 
 class OpenCallsOf:
-    """Of another process of this user, which must live when this is made.
+    """The open calls of another process of this user, which must be alive at construction.
 
     Args:
-        pid: its.
+        pid: of that process.
     """
 
     def __init__(self, pid: int) -> None:
@@ -41,13 +41,13 @@ class OpenCallsOf:
 
     @property
     def count(self) -> int:
-        """The last number it noted, also after its end; 0 of a process that notes none."""
+        """The last number that it noted, even after its end; 0 if it notes none."""
         if self._memory is None:
             return 0
         return int.from_bytes(os.pread(self._memory, _NUM_BYTES, 0), "little")
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         if self._memory is not None:
             os.close(self._memory)
             self._memory = None
@@ -59,7 +59,7 @@ def _open(pid: int) -> int | None:
     except OSError:  # it has ended
         return None
     for link in links:
-        with contextlib.suppress(OSError):  # it was closed meanwhile, as others are all the time
+        with contextlib.suppress(OSError):  # the descriptor was closed meanwhile
             if os.readlink(link).startswith(f"/memfd:{_NAME} "):
                 return os.open(link, os.O_RDONLY)
     return None

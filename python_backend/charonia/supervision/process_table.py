@@ -1,25 +1,25 @@
-"""The process table: whether a process is there, since when, and for how long it has been stopped.
+"""The process table: whether a process exists, its start time, and how long it has been stopped.
 
-Owns what the kernel says of a process. Must not know whose it is.
+Owns reading what the kernel says of a process. Must not know what the process is for.
 """
 
 from pathlib import Path
 
 
 def process_state(pid: int) -> str | None:
-    """One letter, such as R, S or T (stopped); None when a process has ended."""
+    """The state as a letter, such as R, S or T (stopped); None if the process has ended."""
     stat = _stat(pid)
     return None if stat is None else stat[0]
 
 
 def start_time(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; None when it has ended."""
+    """When a process started, in clock ticks since boot; None if it has ended."""
     stat = _stat(pid)
     return None if stat is None else int(stat[19])
 
 
 def _stat(pid: int) -> list[str] | None:
-    """/proc/PID/stat from the state on; None of a process that has ended, be it a zombie."""
+    """The fields of /proc/PID/stat from the state on; None for a process that ended or a zombie."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -29,18 +29,18 @@ def _stat(pid: int) -> list[str] | None:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a signal has stopped it. One that a debugger holds is not: that is a tracing stop."""
+    """Whether a signal has stopped it. A tracing stop, by a debugger, does not count."""
     return process_state(pid) == "T"
 
 
 class Stops:
-    """For how long processes have been stopped, as far as somebody has asked."""
+    """How long processes have been stopped, counted from the first call that found them so."""
 
     def __init__(self) -> None:
         self._since: dict[int, float] = {}
 
     def seconds(self, pid: int, now: float) -> float:
-        """Since a process was first found stopped; 0 for one that runs."""
+        """Seconds since a process was first found stopped; 0 if it is not stopped."""
         if not is_stopped(pid):
             self._since.pop(pid, None)
             return 0.0

@@ -1,1 +1,1 @@
-"""Whether the models' processes and their server live, and what is done as they come and go."""
+"""Supervision from inside the models' processes: of the engine, the server and other schedulers."""

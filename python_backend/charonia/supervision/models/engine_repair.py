@@ -1,9 +1,9 @@
-"""The engine as one of Triton's models: whether it is loaded, and having another one loaded.
+"""The engine as a model of Triton: kills the processes of a lost engine and loads a new one.
 
-Owns the order in which that is done, and the end of the processes that are left of an engine. Must
-not know plans, how an engine is spoken to, or how a model is loaded.
+Owns the order of these steps, and killing the processes that are left of an engine. Must not know
+plans, the protocol of an engine, or how a model is loaded.
 
-A server that is shutting down is asked for nothing.
+It does nothing while the server is shutting down.
 """
 
 import contextlib
@@ -24,30 +24,30 @@ _KILL_TIMEOUT_S = 10.0
 
 
 class ModelLoader(Protocol):
-    """Loads and unloads models of this Triton; each call waits until it has.
+    """Loads and unloads models of this Triton; each call waits until it is done.
 
     Attributes:
-        refusal: why it does not; None where it does.
+        refusal: why it cannot; None if it can.
     """
 
     refusal: str | None
 
     def load(self, model: str) -> None:
-        """Any exception says that it is not loaded."""
+        """Load a model. Any exception means that it is not loaded."""
 
     def unload(self, model: str) -> None:
-        """Any exception says that it may still be loaded."""
+        """Unload a model. Any exception means that it may still be loaded."""
 
     def close(self) -> None:
-        """End the call under way, if there is one, with an error."""
+        """Make a call in progress fail."""
 
 
 class EngineModel:
-    """The engine's model in the Triton that this process belongs to.
+    """The engine's model, in the Triton that this process belongs to.
 
     Args:
-        name: of the model. readiness: of it. directory: its version directory.
-        control: loads and unloads it.
+        name: of the model. readiness: asks for its state. directory: its version directory.
+        control: loads and unloads the model.
     """
 
     def __init__(
@@ -63,11 +63,13 @@ class EngineModel:
 
         Args:
             processes: of the old engine, see `kill_processes`.
-            reach: connects to the new one; where that is an EngineDiedError, it is unloaded.
+            reach: connects to the new engine; if it raises EngineDiedError, the model is unloaded.
 
         Raises:
-            EngineDiedError: it cannot be loaded, or Triton loads nothing on a model's order.
-            ServerStoppingError, ServerStartingError: nothing can be loaded any more, or yet.
+            EngineDiedError: the model cannot be loaded, or this server's model control is not
+                usable.
+            ServerStoppingError, ServerStartingError: the server is shutting down, or has not
+                started yet.
         """
         if self._control.refusal is not None:
             raise EngineDiedError(self._control.refusal)
@@ -85,7 +87,7 @@ class EngineModel:
         except Exception as error:
             raise EngineDiedError(clean(str(error))) from None
         finally:
-            # One that stays says nothing once this process has gone.
+            # A mark that is left behind has no effect once this process has ended.
             with contextlib.suppress(OSError):
                 self._mark.unlink(missing_ok=True)
 
@@ -99,7 +101,7 @@ class EngineModel:
 
 
 def is_reload(engine_dir: Path) -> bool:
-    """Whether a living scheduler is loading the engine of this directory again."""
+    """Whether a running scheduler is reloading the engine of this directory."""
     try:
         pid, started = (engine_dir / RELOAD_MARK).read_text(encoding="ascii").split()
     except (OSError, ValueError):
@@ -110,14 +112,14 @@ def is_reload(engine_dir: Path) -> bool:
 def kill_processes(processes: dict[int, int]) -> None:
     """SIGKILL processes, given as pid and start time, and wait until they have ended.
 
-    A pid that belongs to another process by now is left alone.
+    A pid that was reused by another process is left alone.
 
     Raises:
-        EngineDiedError: one does not end.
+        EngineDiedError: a process does not end.
     """
     living = {pid for pid, started in processes.items() if start_time(pid) == started}
     for pid in living:
-        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+        with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
             os.kill(pid, signal.SIGKILL)
     deadline = time.monotonic() + _KILL_TIMEOUT_S
     while living := {pid for pid in living if start_time(pid) == processes[pid]}:

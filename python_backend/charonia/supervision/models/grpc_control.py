@@ -1,15 +1,15 @@
-"""Loading and unloading models of the Triton that this process belongs to, over its own gRPC.
+"""Loads and unloads models of the Triton that this process belongs to, over its gRPC endpoint.
 
-Owns these calls, each of which waits for its answer. Must not know which model is loaded, or why.
+Owns these calls, each of which waits for its answer. Must not know which model is loaded or why.
 
-`pb_utils.load_model` is no way to do so (2.51.0). It holds Python's lock until the model is loaded,
-so that no other thread of its process runs meanwhile; and where the load fails, the process that
-made the call may end, and tritonserver with it. A call over gRPC is one of a client: nobody but its
-thread waits, and a load that fails is an error.
+`pb_utils.load_model` of 2.51.0 is not usable. It holds the GIL until the model is loaded, so no
+other thread of its process runs meanwhile. If the load fails, the calling process may end, and
+tritonserver with it. A gRPC call is that of any client: only its thread waits, and a load that
+fails is an error.
 
     scheduler ── RepositoryModelLoad ──► tritonserver's gRPC ──► engine
 
-A load takes as long as it takes, so no time limit ends the wait for an answer.
+A load may take long, so calls have no timeout.
 """
 
 import re
@@ -22,7 +22,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from charonia.supervision.models.server_options import ServerOptions
 
 CONNECT_S = 10.0
-"""That the server may take until it listens: it answers models before it answers clients."""
+"""Timeout for connecting: a starting server answers its models before it listens for clients."""
 _OPTIONS = (
     ("grpc.enable_http_proxy", 0),  # the server is on this machine
     ("grpc.max_reconnect_backoff_ms", 1000),
@@ -34,17 +34,17 @@ _FAILED_LOAD = re.compile(
 
 
 class ControlError(Exception):
-    """Triton refuses, or cannot be reached."""
+    """Triton refused a call, or cannot be reached."""
 
 
 class GrpcControl:
-    """Model control of a running server; it connects with the first call.
+    """Model control of a running server; connects at the first call.
 
     Args:
         options: how that server was started.
 
     Attributes:
-        refusal: why it carries nothing out; None where it does.
+        refusal: why it cannot load and unload models; None if it can.
     """
 
     def __init__(self, options: ServerOptions) -> None:
@@ -59,22 +59,22 @@ class GrpcControl:
         """Load a model, and wait until it is there.
 
         Raises:
-            ControlError: it is not.
+            ControlError: it could not be loaded.
         """
         request = service_pb2.RepositoryModelLoadRequest(model_name=self._name(model))
         self._call(self._stub.RepositoryModelLoad, request)
 
     def unload(self, model: str) -> None:
-        """Unload a model; it takes no more requests then, but may still be at the last ones.
+        """Unload a model. It takes no more requests, but may still be finishing some.
 
         Raises:
-            ControlError: Triton refuses.
+            ControlError: Triton refused.
         """
         request = service_pb2.RepositoryModelUnloadRequest(model_name=self._name(model))
         self._call(self._stub.RepositoryModelUnload, request)
 
     def close(self) -> None:
-        """End the call under way, if there is one, with an error; and take no more."""
+        """Make a call in progress fail, and all later ones."""
         self._channel.close()
 
     def _call(self, method: Callable[..., Any], request: Any) -> None:
@@ -87,7 +87,7 @@ class GrpcControl:
             raise ControlError(str(error)) from None
 
     def _connect(self) -> None:
-        """Wait until the server listens; what it answers does not matter."""
+        """Wait until the server listens; its answer does not matter."""
         request = service_pb2.ServerLiveRequest()
         try:
             self._stub.ServerLive(request, timeout=CONNECT_S, wait_for_ready=True)
@@ -97,5 +97,5 @@ class GrpcControl:
 
 
 def _said_by_model(details: str) -> str:
-    """Why a load has failed, without Triton's words around what the model itself has raised."""
+    """The model's own error, without Triton's prefix."""
     return _FAILED_LOAD.sub("", details).rstrip("\n;")

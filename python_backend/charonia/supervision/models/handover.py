@@ -1,17 +1,17 @@
-"""One scheduler after the other: who is loaded while another one lives has it end its work first.
+"""Handover between schedulers: a new scheduler has the old one end its work first.
 
-Owns the socket by which the younger one says so, as does whoever is about to stop the server. Must
-not know what a scheduler does to end.
+Owns the socket for this request, which is also used before the server is stopped. Must not know how
+a scheduler ends its work.
 
-Triton loads a model that is loaded already beside the old one, sends it every new request from then
-on, and lets the old one go when its last request is over. Two schedulers on one engine would throw
-each other's rows out step after step, and none of their requests would ever end::
+When a loaded model is loaded again, Triton keeps the old instance until its last request ends, and
+sends all new requests to the new one. Two schedulers on one engine would evict each other's rows at
+every step, and none of their requests would ever end::
 
-    older                                        younger
+    older                                        newer
       serves                                       initialize: connects, and listens in its place
       serves                                       its first request, or some seconds later:
-      ends all it has  ◄──── step down ─────       waits
-      hangs up         ────────────────────►       starts, on the same engine
+      ends its work    ◄──── step down ─────       waits
+      disconnects      ────────────────────►       starts, on the same engine
       finalize
 """
 
@@ -25,21 +25,21 @@ from charonia.sockets.local import SOCKET_SUFFIX, connect, is_same_user, listen
 from charonia.sockets.server import Server
 
 HANDOVER_SOCKET = f"handover{SOCKET_SUFFIX}"
-"""Beside the scheduler's model.py."""
+"""Name of the socket, in the folder of the scheduler's model.py."""
 _STEP_DOWN = b"charonia: step down"
-"""A word that nobody says by mistake: whoever may connect could end the scheduler with it."""
+"""Not to be sent by mistake: a process that may connect can end the scheduler with it."""
 
 
 class Handover:
-    """A scheduler's place in the row of those that were loaded over each other.
+    """A scheduler's link to the one before it and the one after it.
 
     Args:
-        path: where the socket is made; that of an older one is replaced.
-        step_down: ends all work of this one; called in another thread when a younger one asks.
+        path: of the socket; an older scheduler's socket there is replaced.
+        step_down: ends all work of this scheduler; called in another thread when a newer one asks.
         log: takes one line, from any thread.
 
     Raises:
-        OSError: the socket cannot be made.
+        OSError: the socket cannot be created.
     """
 
     def __init__(
@@ -54,35 +54,35 @@ class Handover:
 
     @property
     def has_older(self) -> bool:
-        """Whether there was an older one, which nobody has asked to end its work yet."""
+        """Whether there was an older scheduler that has not been asked to end its work yet."""
         return self._older is not None
 
     def take_over(self, timeout: float) -> bool:
-        """Have the older one end its work; waits at most `timeout` seconds.
+        """Have the older scheduler end its work; waits at most `timeout` seconds.
 
         Returns:
-            Whether there is none any more that could do anything.
+            Whether no older scheduler is active any more.
         """
         older, self._older = self._older, None
         return _has_stepped_down(older, timeout)
 
     def close(self) -> None:
-        """Stop listening, and leave an older one to itself."""
+        """Stop listening, and disconnect from an older scheduler."""
         self._server.close()
         if self._older is not None:
             self._older.close()
 
     def _serve(self, connection: Connection) -> None:
-        """Wait for the one message, however long; to hang up is the answer, also to another."""
+        """Wait for the message, without a timeout. Closing the connection is the answer."""
         if connection.channel.receive() == _STEP_DOWN:
             self._step_down()
 
 
 def step_down(path: Path, timeout: float) -> bool:
-    """Have the scheduler that listens at `path` end its work; nobody follows it.
+    """Have the scheduler that listens at `path` end its work, without a successor.
 
     Returns:
-        Whether there is none any more that could do anything, within `timeout` seconds.
+        Whether no scheduler is active any more, within `timeout` seconds.
     """
     return _has_stepped_down(_connect(path), timeout)
 
@@ -102,7 +102,7 @@ def _has_stepped_down(older: Channel | None, timeout: float) -> bool:
 
 
 def _connect(path: Path) -> Channel | None:
-    """To the scheduler that listens there; None where there is none."""
+    """Connect to the scheduler that listens there; None if there is none."""
     with contextlib.suppress(OSError):
         return connect(path)
     return None

@@ -1,7 +1,7 @@
-"""How a tritonserver was started, as far as having it load models, and its requests, need that.
+"""The options that a tritonserver was started with, as far as charonia's models depend on them.
 
-Owns reading its command line, as tritonserver 2.51.0 does, and its environment. Must not know what
-is asked of a server.
+Owns reading its command line, as tritonserver 2.51.0 does, and its environment. Must not know the
+calls that are made to a server.
 """
 
 import re
@@ -28,8 +28,8 @@ _HEADER = "triton-grpc-protocol-"
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _TRUE = ("true", "1", "on")
 KEY_VARIABLE = "CHARONIA_MODEL_CONTROL_KEY"
-"""In the environment of a tritonserver that wants the run's key in the name of each model which is
-to be loaded or unloaded (`launch/server/guard.c`), instead of in a header."""
+"""Environment variable of a tritonserver that expects the run's key in the name of each model to
+load or unload (`launch/server/guard.c`), instead of in a header."""
 
 NOT_EXPLICIT = "recovery is off: tritonserver was not started with --model-control-mode=explicit"
 NO_GRPC = "recovery is off: tritonserver serves no gRPC, over which models are loaded"
@@ -38,20 +38,20 @@ SHARED = "recovery is off: tritonserver shares its gRPC port, over which models 
 
 
 def keyed_name(key: str, model: str) -> str:
-    """What a model is called in a call to load or unload it that shows the key."""
+    """The name of a model in a call to load or unload it, including the key."""
     return f"{key}:{model}"
 
 
 class ServerOptions:
-    """What a tritonserver that was started by this command line can be asked.
+    """The options of a tritonserver with this command line.
 
     Args:
-        command_line: with or without the name of the executable.
-        key: what `KEY_VARIABLE` is in its environment; empty where it is not there.
+        command_line: its arguments, with or without the name of the executable.
+        key: the value of `KEY_VARIABLE` in its environment; empty if it is not set.
 
     Attributes:
-        refusal: why it loads and unloads no models on a model's order; None where it does.
-        grpc_url: `host:port` on this machine. metadata: opens its model control.
+        refusal: why a model cannot have it load and unload models; None if it can.
+        grpc_url: `host:port` on this machine. metadata: grants access to its model control.
     """
 
     def __init__(self, command_line: Sequence[str], key: str = "") -> None:
@@ -110,11 +110,11 @@ class ServerOptions:
     def check_forwarded(self, name: str) -> None:
         """Make sure that a header of this name becomes a parameter over every protocol.
 
-        Where one does not forward it, a client's own parameter of its name would count instead.
-        Over HTTP it may come in lower case too, as HTTP/2 has it.
+        If one does not forward it, a client could set a parameter of that name itself. Over HTTP
+        the header may also come in lower case, as in HTTP/2.
 
         Raises:
-            ConfigError: a protocol does not forward it, or by a pattern that Python does not know.
+            ConfigError: a protocol does not forward it, or its pattern is not valid in Python.
         """
         spellings = {"http": {name, name.lower()}, "grpc": {name.lower()}}
         advised = {"http": f"'(?i){name}'", "grpc": name.lower()}
@@ -131,18 +131,18 @@ class ServerOptions:
             )
 
     def control_name(self, model: str) -> str:
-        """What a model is called when it is to be loaded or unloaded."""
+        """The name of a model in a call to load or unload it."""
         return keyed_name(self._key, model) if self._key else model
 
     @classmethod
     def of_process(cls, pid: int) -> "ServerOptions":
-        """Those of a tritonserver that runs; none of one that has ended."""
+        """Read the options of a running tritonserver; all are defaults if it has ended."""
         variables = dict(line.partition("=")[::2] for line in _lines(pid, "environ"))
         return cls(_lines(pid, "cmdline"), variables.get(KEY_VARIABLE, ""))
 
 
 def _lines(pid: int, file: str) -> list[str]:
-    """What one of a process's files in /proc holds; nothing of one that has ended."""
+    """Read a file of NUL-separated strings in /proc; nothing if the process has ended."""
     try:
         text = Path(f"/proc/{pid}/{file}").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -151,7 +151,7 @@ def _lines(pid: int, file: str) -> list[str]:
 
 
 def _options(command_line: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Those of `_NAMES` with their values, in order, as getopt_long takes them apart."""
+    """The options of `_NAMES` with their values, in order, parsed as getopt_long does."""
     parts = iter(command_line)
     for part in parts:
         if part.startswith("--"):
@@ -162,7 +162,7 @@ def _options(command_line: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _full_name(given: str) -> str | None:
-    """A name may be shortened as long as it is clear; else the server would not have started."""
+    """Complete an option's name. It may be shortened if it is unambiguous."""
     if given in _NAMES:
         return given
     meant = [name for name in _NAMES if given and name.startswith(given)]
@@ -170,7 +170,7 @@ def _full_name(given: str) -> str | None:
 
 
 def _pattern(text: str) -> re.Pattern[str] | None:
-    """Triton's syntax is RE2's; None where Python does not know it."""
+    """Compile a pattern. Triton's syntax is RE2's; None if it is not valid in Python."""
     try:
         return re.compile(text)
     except re.error:
@@ -178,7 +178,7 @@ def _pattern(text: str) -> re.Pattern[str] | None:
 
 
 def _metadata(restriction: str) -> tuple[tuple[str, str], ...]:
-    """What opens model control, if that is among the protocols of `protocol,…:key=value`."""
+    """The metadata for model control, if that is among the protocols of `protocol,…:key=value`."""
     protocols, _, pair = restriction.partition(":")
     key, _, value = pair.partition("=")
     return ((f"{_HEADER}{key}", value),) if _PROTOCOL in protocols.split(",") else ()

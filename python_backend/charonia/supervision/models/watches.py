@@ -1,20 +1,20 @@
-"""What a model's process watches: the engine's process, whether its model is loaded, the server.
+"""Watches from a model's process: the engine's process, its model's state, and the server.
 
-Owns these questions, what their answers mean, and when they may be asked. Must not know plans, nor
-what becomes of requests, or of an engine that does not live.
+Owns the probes, the meaning of their answers, and when they may be sent. Must not know plans, or
+what happens to requests, or to an engine that is lost.
 
 ::
 
-    EngineWatch   the scheduler asks the engine's process, through a second connection to its
-                  socket, which a thread of the engine's own answers whatever its step is doing
-    Readiness     Triton is asked by BLS whether a model is loaded, and whether the server works
-    ServerWatch   a model with requests has Readiness ask time and again whether the server shuts
-                  down
+    EngineWatch   the scheduler probes the engine's process over a second connection to its socket;
+                  a thread of the engine answers, whatever the current step is doing
+    Readiness     asks Triton by BLS whether a model is loaded, and whether the server works
+    ServerWatch   in a model with requests, asks repeatedly whether the server is shutting down
 
     hello ──► answer              the engine lives, however long its step takes
-    hello ──► the end             its process has ended, or gave notice: it was unloaded
-    hello ──► nothing for 1 s     the kernel is asked: stopped?
-    hello ──► nothing for 10 s    it hangs: a deadlock, say
+    hello ──► end of connection   the process has ended
+    hello ──► shutdown notice     the engine was unloaded
+    hello ──► no answer for 1 s   the process table is read: is it stopped?
+    hello ──► no answer for 10 s  it hangs, for example in a deadlock
 """
 
 import re
@@ -48,15 +48,15 @@ _OUTPUT = "readiness"
 _IS_LOADED = "unexpected inference output"
 _IS_NOT_LOADED = "is not ready"
 _TAKES_NO_CALLS = ("Server not ready", "BLS is only supported during")
-"""What it says of all models while it shuts down, and before it has started; and its Python backend
-to a model that is being unloaded."""
+"""Triton's answers for all models while it shuts down or starts, and the Python backend's answer to
+a model that is being unloaded."""
 
 
 class EngineWatch:
-    """Watches one engine from when it is made.
+    """Watches one engine, from its construction on.
 
     Args:
-        channel: a connection to the engine that nobody else uses.
+        channel: a connection to the engine, used by this object alone.
         pid: of the engine's process.
     """
 
@@ -69,11 +69,11 @@ class EngineWatch:
         self._thread.start()
 
     def check(self) -> None:
-        """Say whether it lives, as far as is known; waits for nothing.
+        """Raise if the engine is known to be lost; does not wait.
 
         Raises:
-            EngineDiedError: it does not, or (EngineHungError) it does not answer, or
-                (EngineUnloadedError) it has given notice.
+            EngineDiedError: it has ended. EngineHungError: it does not answer. EngineUnloadedError:
+                it has sent a shutdown notice.
         """
         failure = self._failure
         if failure is not None:
@@ -124,18 +124,18 @@ def _is_shutdown_notice(data: bytes) -> bool:
 
 
 class Readiness:
-    """What Triton says of one model, the engine or another, and of itself, to a question by BLS.
+    """Asks Triton, by BLS, about the state of one model and of the server itself.
 
-    Triton is asked with a request for an output that no model has: that is refused before it gets
-    into the model's queue, so the answer waits neither for the model nor behind anybody's requests.
-    BLS works in `execute` and, once the model that asks is loaded, in threads; its errors are
-    harmless, and so are answers without tensors. The tensors of an answer are made without holding
-    Python's lock (2.51.0), so in a process with threads every such answer may corrupt the heap;
-    measured, a process with three threads dies after some thousand calls.
+    The question is a request for an output that no model has. Triton refuses it before it enters
+    the model's queue, so the answer waits neither for the model nor behind other requests. BLS
+    works in `execute` and, once the asking model is loaded, in threads. Its errors are harmless,
+    and so are answers without tensors. Triton 2.51.0 creates the tensors of an answer without
+    holding the GIL, so in a process with threads each such answer may corrupt the heap. In a
+    measurement a process with three threads died after some thousand calls.
 
     Attributes:
-        has_server_started: whether it is known to take calls, or to have taken some: one that
-            refuses them then is shutting down.
+        has_server_started: whether the server has ever taken a call. If it has and now refuses
+            calls, it is shutting down.
     """
 
     def __init__(self, pb_utils: Any, model: str) -> None:
@@ -147,8 +147,8 @@ class Readiness:
         """Ask whether the model is loaded.
 
         Raises:
-            EngineUnloadedError: it is not. ServerStoppingError: no model is, any more.
-            ServerStartingError: the server takes no calls before it has loaded all its models.
+            EngineUnloadedError: it is not. ServerStoppingError: the server is shutting down.
+            ServerStartingError: the server has not loaded all its models yet, and takes no calls.
             EngineDiedError: there is no such model.
         """
         pb_utils = self._pb_utils
@@ -165,7 +165,7 @@ class Readiness:
             raise ServerStoppingError("the server takes no calls")
         self.has_server_started = True
         if _IS_NOT_LOADED in text:
-            raise EngineUnloadedError(UNLOADED)  # its shutdown notice may still be to come
+            raise EngineUnloadedError(UNLOADED)  # its shutdown notice may not have arrived yet
         if _IS_LOADED not in text:
             raise EngineDiedError(clean(text))
 
@@ -173,44 +173,43 @@ class Readiness:
         """Ask whether the server works.
 
         Raises:
-            ServerStoppingError, ServerStartingError: it does not, any more or yet; whatever it is
-                asked for now it will refuse.
+            ServerStoppingError, ServerStartingError: it is shutting down, or has not started yet.
+                It refuses all calls meanwhile.
         """
         try:
             self.check_loaded()
         except (ServerStoppingError, ServerStartingError):
             raise
         except EngineDiedError:
-            pass  # of the model, not of the server
+            pass  # says nothing about the server
 
 
 def clean(message: str) -> str:
-    """Triton's message without the traceback, the paths and the kind that it may carry."""
+    """Triton's message without traceback, paths and kind of error."""
     message, _ = split_answer(re.split(r"\n+(?:At:|Traceback)", message)[0])
     return re.sub(r"(?<![\w.])/(?:[\w.+-]+/)+[\w.+-]*", "…", message).strip()
 
 
 class ServerWatch:
-    """Watches from `start` on, while there are requests, whether the server shuts down.
+    """Watches whether the server shuts down, from `start` on, while there are requests.
 
-    Triton tells no model that it shuts down before it unloads it, and it unloads none while
-    requests are live: it waits for them as long as its `--exit-timeout-secs` says, then it gives up
-    and breaks them off. To a BLS call it says "Server not ready" from the first moment on, as it
-    does until it has loaded all its models; see `Readiness` for which of the two it is. So whoever
-    asks can end what is live, and the server ends in order. A call that is refused takes 0.2 ms;
-    30,000 of them left no trace in the memory of either process.
+    Triton does not tell a model about a shutdown before it unloads it, and it does not unload a
+    model with live requests. It waits for them for `--exit-timeout-secs`, then breaks them off. But
+    during shutdown, as during startup, it answers BLS calls with "Server not ready"; `Readiness`
+    tells the two apart. A model that asks can thus end its requests, and the server ends in order.
+    A refused call takes 0.2 ms; 30,000 of them did not grow the memory of either process.
 
-    But one that is under way while Triton 2.51.0 finalizes the model that made it is never
-    answered, by which this process never ends, or it crashes the server. Triton finalizes no model
-    with requests, and begins with a second in which it looks for signs of life. So only a model
-    with requests that Triton counts asks: the scheduler for its own clients, and each proxy for
-    those that it relays, which tells the scheduler.
+    A call must not be in flight while Triton 2.51.0 finalizes the calling model: it is never
+    answered, so this process never ends, or it crashes the server. Triton does not finalize a model
+    with requests, and first waits a second for signs of life. So only a model with requests that
+    Triton counts asks: the scheduler for its own clients, and each proxy for those that it relays.
+    The proxies tell the scheduler.
 
     Args:
-        ask: raises ServerStoppingError once the server is shutting down, and ServerStartingError as
-            long as it has not started; of anything else that it raises the first is logged.
-        has_requests: whether Triton waits for requests of this model before it unloads it.
-        on_stopping: called once, in the watch's thread.
+        ask: raises ServerStoppingError once the server is shutting down, and ServerStartingError
+            until it has started. The first of its other exceptions is logged.
+        has_requests: whether this model has requests that Triton waits for before unloading it.
+        on_stopping: called once when a shutdown is found, in the watch's thread.
         log: takes one line, from any thread.
     """
 
@@ -231,17 +230,17 @@ class ServerWatch:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin to ask, unless that was begun before."""
+        """Start watching; has no effect if already started."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="charonia-server", daemon=True)
             self._thread.start()
 
     def note_stopping(self) -> None:
-        """Another model has been told that the server is shutting down."""
+        """Note that another model has found the server shutting down."""
         self._is_stopping = True
 
     def check(self) -> None:
-        """Say what is known; asks nobody.
+        """Raise if the server is known to be shutting down; does not ask it.
 
         Raises:
             ServerStoppingError: the server is shutting down.
@@ -268,7 +267,7 @@ class ServerWatch:
                 self._on_stopping()
             except ServerStartingError:
                 continue
-            except Exception as error:  # it says nothing of the server, which may still shut down
+            except Exception as error:  # tells nothing about a shutdown
                 if not has_complained:
                     has_complained = True
                     reason = f"{type(error).__name__}: {error}"

@@ -1,1 +1,1 @@
-"""Keeps a server alive, beside it: what probes it, what judges the findings, what repairs it."""
+"""Keeps a server alive from outside: probes it, judges the results, repairs it."""

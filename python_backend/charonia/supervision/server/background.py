@@ -1,6 +1,6 @@
-"""Runs a call in a thread of its own, for whoever must not wait for it.
+"""Runs a blocking call in a thread of its own.
 
-Owns that thread. Must not know what is called.
+Owns the thread. Must not know the call.
 """
 
 import threading
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def in_background(call: Callable[[], T]) -> Future[T]:
-    """Start a call; nobody waits for it when the process ends."""
+    """Start a call. The end of the process does not wait for it."""
     answer: Future[T] = Future()
 
     def run() -> None:

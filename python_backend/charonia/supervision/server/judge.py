@@ -1,8 +1,8 @@
-"""Judges who counts as lost, from the process table and from what probes find.
+"""Decides which processes count as lost, from the process table and the results of probes.
 
-Owns when somebody counts as lost, and all timeouts. Must not know what is asked (`probes`), nor
-what is done about a loss (`repairs`, `supervisor`). Nothing here waits for an answer: a probe runs
-in the background, and is judged when it is done.
+Owns the criteria for a loss, and all timeouts. Must not know the contents of probes (`probes`), or
+the reaction to a loss (`repairs`, `supervisor`). Nothing here blocks: probes run in the background
+and are judged when they are done.
 
 ::
 
@@ -33,37 +33,36 @@ from charonia.supervision.server.protocols import RunningServer
 
 TRITONSERVER = "tritonserver"
 STOPPED_S = 2.0
-"""For how long a process may be stopped, unless something else is said."""
+"""Default for how long a process may be stopped."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisionLimits:
-    """All times in seconds.
+    """Timeouts and limits of supervision. All times are in seconds.
 
     Attributes:
-        start_s: for loading the models until a token comes.
-        watch_interval_s: between two looks at processes.
-        stopped_s: for how long a process may be stopped.
-        probe_interval_s: between two probes; probe_timeout_s: of one.
-        hang_s: without any answer of the scheduler, and since its engine was last seen not loaded;
-            longer than the deadline that the scheduler itself sets its engine, or both would act
-            at once.
-        reload_s: without any answer while the engine is not loaded: the scheduler is then reloading
-            it.
-        orphaned_load_s: for how long an engine may be loading without a process of it.
-        model_hang_s: without any answer of another model.
-        server_hang_s: without any answer of tritonserver, over HTTP and over gRPC.
-        replace_s: for unloading a lost model and loading it again.
-        drain_s: for what a healthy process has in hand whose model is loaded again for another.
-        max_reloads: of one model within `stable_s`; where it is lost once more, the server is
-            restarted.
-        orphaned_calls_s: until the server is restarted to end the calls that were open in a lost
-            process, while other requests run.
-        stable_s: a server that served so long has made up for earlier failures.
-        backoff_s: before the second restart in a row; doubles with each one more, up to
+        start_s: for loading the models, until a token is generated.
+        watch_interval_s: between two checks of the processes.
+        stopped_s: how long a process may be stopped.
+        probe_interval_s: between two probes. probe_timeout_s: of one probe.
+        hang_s: how long the scheduler may not answer, counted at the earliest from when its engine
+            was last found not loaded. Must be longer than the scheduler's own timeout for its
+            engine, or both would act at once.
+        reload_s: how long the scheduler may not answer while it reloads its engine.
+        orphaned_load_s: how long an engine may be loading without having a process.
+        model_hang_s: how long another model may not answer.
+        server_hang_s: how long tritonserver may answer neither over HTTP nor over gRPC.
+        replace_s: for unloading and reloading a lost model.
+        drain_s: for the requests of a healthy process whose model is reloaded because of another
+            process.
+        max_reloads: of one model within `stable_s`. After one more loss the server is restarted.
+        orphaned_calls_s: until the server is restarted to end orphaned calls, even while other
+            requests run.
+        stable_s: after serving this long, earlier failures are forgotten.
+        backoff_s: before the second restart in a row. Doubles with each further one, up to
             `max_backoff_s`.
-        max_failed_starts: this many in a row end the supervision. Nothing else does: whoever can
-            end a server time and again must not be able to end it for good.
+        max_failed_starts: this many in a row end the supervision. Nothing else does: a client that
+            can crash the server repeatedly must not be able to end it for good.
     """
 
     start_s: float = 900.0
@@ -91,7 +90,7 @@ class Loss:
     """A process that does not serve.
 
     Attributes:
-        model: its name, or `TRITONSERVER`. pid: one of its own, where it is known.
+        model: its name, or `TRITONSERVER`. pid: of the process; None if unknown.
         kind: "died", "stopped" or "hung".
     """
 
@@ -100,12 +99,12 @@ class Loss:
     kind: str
 
     def describe(self) -> str:
-        """What happened to the process, as the end of a sentence."""
+        """What happened to the process, as a predicate for messages."""
         return {"died": "died", "stopped": "was stopped", "hung": "hangs"}[self.kind]
 
 
 class Member:
-    """A process of a model, and how many calls it is still to answer."""
+    """A process of a model, and the number of its open calls."""
 
     def __init__(self, process: psutil.Process) -> None:
         self.process = process
@@ -113,24 +112,24 @@ class Member:
 
     @property
     def is_lost(self) -> bool:
-        """Whether it is gone, or stopped at this moment."""
+        """Whether it has ended, or is stopped now."""
         return not _lives(self.process) or is_stopped(self.process.pid)
 
     @property
     def num_open_calls(self) -> int:
-        """How many, or how many they were at its end."""
+        """The number of open calls, even after its end."""
         return self._open_calls.count
 
     def close(self) -> None:
-        """Let go of it."""
+        """Release it."""
         self._open_calls.close()
 
 
 class Watchdog:
-    """Watches one started server, from when all its models are loaded.
+    """Watches the processes of one running server, once all its models are loaded.
 
     Args:
-        leave: models that somebody else looks after.
+        leave: models that are supervised elsewhere.
         stopped_s: a process that has been stopped for longer is lost.
     """
 
@@ -139,7 +138,7 @@ class Watchdog:
         self._stopped_s = stopped_s
         self._members: dict[str, list[Member]] = {}
         self._num_needed: dict[str, int] = {}
-        self._dismissed: dict[Member, float] = {}  # and since when
+        self._dismissed: dict[Member, float] = {}  # and when
         self._stops = Stops()
         found = server.stubs()
         for file in server.repository.glob("*/1/model.py"):
@@ -148,20 +147,20 @@ class Watchdog:
                 self._num_needed[model] = len(self._members[model])
 
     def members(self, model: str) -> list[Member]:
-        """Those that it must have."""
+        """The processes that a model should have."""
         return list(self._members.get(model, ()))
 
     def adopt(self, model: str, now: float) -> None:
-        """Somebody has loaded the model: take the processes that it has now for its members.
+        """Take over a model that somebody else has reloaded: its current processes are its members.
 
-        Some of them may be on their way out, so how many it needs stays as it is.
+        Some of them may be ending, so the number that it needs is not changed.
         """
         self._replace_members(model, self._running(model), now)
 
     def take(self, model: str, processes: Collection[psutil.Process], now: float) -> None:
-        """Take these for its members, and as many for what it needs; it has just been loaded.
+        """Set the members of a model that was just loaded, and their number as the one it needs.
 
-        A model that has none is watched no more.
+        A model without any is not watched any more.
         """
         self._replace_members(model, processes, now)
         self._num_needed[model] = len(processes)
@@ -169,18 +168,18 @@ class Watchdog:
             del self._members[model]
 
     def close(self) -> None:
-        """Let go of what was learned of the processes."""
+        """Release all members."""
         for members in (*self._members.values(), self._dismissed):
             for member in members:
                 member.close()
 
     def look(self, now: float) -> list[Loss]:
-        """All losses at this moment, tritonserver's first."""
+        """All current losses, tritonserver's first."""
         losses = []
         if self._server.pid is not None and self._is_stopped_for_long(self._server.pid, now):
             losses.append(Loss(TRITONSERVER, self._server.pid, "stopped"))
         for model, members in self._members.items():
-            if not members:  # it ended before anybody looked
+            if not members:  # it ended before the first check
                 losses.append(Loss(model, None, "died"))
             for member in members:
                 process = member.process
@@ -191,11 +190,11 @@ class Watchdog:
         return losses
 
     def has_successors(self, model: str) -> bool:
-        """Whether enough others run: somebody has loaded the model again."""
+        """Whether enough other processes run, because somebody has reloaded the model."""
         return len(self._running(model)) >= max(self._num_needed[model], 1)
 
     def lingering(self, now: float, drain_s: float) -> list[psutil.Process]:
-        """Processes that were replaced longer ago, still live and have no call to answer."""
+        """Live processes that were replaced more than `drain_s` ago and have no open call."""
         return [
             member.process
             for member, since in self._dismissed.items()
@@ -225,31 +224,31 @@ class Watchdog:
 
 
 def _lives(process: psutil.Process) -> bool:
-    """Whether it is there, and no zombie: tritonserver does not reap what was its process."""
+    """Whether it exists and is not a zombie: tritonserver does not reap its processes."""
     return process.is_running() and process_state(process.pid) is not None
 
 
 class ResponseTimeout:
-    """Since when the scheduler has not answered, and for how long it need not.
+    """How long the scheduler has not answered, and how long that is allowed.
 
-    While its engine is loaded anew, nobody can be answered. That time counts for `reload_s` alone,
-    and not for `hang_s`.
+    While its engine is reloading, no probe can be answered. That time counts towards `reload_s`,
+    not towards `hang_s`.
     """
 
     def __init__(self, limits: SupervisionLimits, now: float) -> None:
         self._limits = limits
         self._answered = now
-        self._unloaded = now  # when the engine was last seen so
+        self._unloaded = now  # when the engine was last found not loaded
 
     def note_answer(self, now: float) -> None:
-        """The scheduler has answered."""
+        """Note an answer of the scheduler."""
         self._answered = now
 
     def note_no_answer(self, now: float, *, is_loaded: bool) -> str | None:
-        """No answer came; returns what to say when that is so for too long, else None.
+        """Note a missing answer; returns a description if the timeout has passed, else None.
 
         Args:
-            is_loaded: whether its engine is, at this moment.
+            is_loaded: whether its engine is loaded now.
         """
         if not is_loaded:
             self._unloaded = now
@@ -261,14 +260,14 @@ class ResponseTimeout:
 
 
 class SchedulerWatch:
-    """Judges the scheduler, and tritonserver behind it, by probes in the background.
+    """Judges the scheduler and tritonserver, by probes in the background.
 
     Args:
-        examine: probes them once; it is called in another thread.
+        examine: probes both once; called in another thread.
         scheduler, engine: names of the models.
 
     Attributes:
-        is_silent: whether the scheduler did not answer when it was last probed.
+        is_silent: whether the scheduler did not answer the last probe.
     """
 
     def __init__(
@@ -290,7 +289,7 @@ class SchedulerWatch:
         self._orphaned_since: float | None = None  # the engine's load
 
     def look(self, now: float) -> str | None:
-        """Why the server must be restarted, or None. Probes again when it is time."""
+        """Why the server must be restarted, or None. Starts the next probe when it is due."""
         if self._examined is None:
             if now - self._probed >= self._limits.probe_interval_s:
                 self._examined = in_background(self._examine)
@@ -326,7 +325,7 @@ class SchedulerWatch:
 
 
 class EndpointWatch:
-    """Judges one model beside the scheduler by probes in the background."""
+    """Judges one model other than the scheduler, by probes in the background."""
 
     def __init__(self, http_url: str, model: str, limits: SupervisionLimits) -> None:
         self.model = model
@@ -336,16 +335,16 @@ class EndpointWatch:
         self._probed_at = self._answered_at = time.monotonic()
 
     def excuse(self, now: float) -> None:
-        """Take what came so far for answered: somebody else keeps it from answering."""
+        """Restart its timeout: it cannot answer because of another process."""
         self._answered_at = now
 
     def forget(self, now: float) -> None:
-        """Begin anew: what was asked so far, other processes were asked."""
+        """Start over: earlier probes were sent to other processes."""
         self._probed = None
         self._probed_at = self._answered_at = now
 
     def look(self, now: float) -> str | None:
-        """Whether the model is lost, as `Loss.kind`. Probes again when it is time."""
+        """How the model was lost, as `Loss.kind`, or None. Starts the next probe when it is due."""
         if self._probed is None:
             if now - self._probed_at >= self._limits.probe_interval_s:
                 self._probed_at = now

@@ -1,9 +1,9 @@
-"""Triton's model control, for one running server: what state a model is in, and loading it anew.
+"""Triton's model control, for one running server: the state of models, and reloading them.
 
-Owns these calls, each of which waits for its answer. Must not know when a model counts as lost.
+Owns these calls, which block. Must not know when a model counts as lost.
 
-All goes over gRPC: a load over HTTP disturbs the streams of other connections, and HTTP's few
-threads can be kept busy by clients.
+All calls use gRPC: a load over HTTP disturbs streams of other connections, and clients can keep
+HTTP's few threads busy.
 """
 
 import contextlib
@@ -19,14 +19,14 @@ from charonia.supervision.process_table import is_stopped
 from charonia.supervision.server.protocols import RunningServer
 
 _ANSWER_S = 2.0
-_LEAST_S = 0.001  # no deadline at all would be for ever
+_LEAST_S = 0.001  # a call without a timeout could wait for ever
 
 
 class ModelControl:
-    """Over one server, which must be running.
+    """Model control of one server, which must be running.
 
     Args:
-        stop: once set, nothing more is unloaded or loaded: another server may run in its place.
+        stop: once set, no model is loaded or unloaded: another server may have taken its place.
     """
 
     def __init__(self, server: RunningServer, stop: threading.Event) -> None:
@@ -34,7 +34,7 @@ class ModelControl:
         self._stop = stop
 
     def is_loaded(self, model: str) -> bool | None:
-        """Whether a model is loaded at this moment; None when tritonserver does not answer."""
+        """Whether a model is loaded now; None if tritonserver does not answer."""
         with self._client() as client:
             try:
                 return bool(client.is_model_ready(model, client_timeout=_ANSWER_S))
@@ -42,14 +42,15 @@ class ModelControl:
                 return None
 
     def is_served(self, model: str) -> bool:
-        """Whether Triton means to serve a model: nobody has unloaded it, or is loading it now."""
+        """Whether Triton should be serving a model: it is neither unloaded nor being loaded."""
         return self._state(model) in ("READY", None)
 
     def is_load_orphaned(self, model: str) -> bool:
-        """Whether tritonserver loads a model in Python of which no process runs.
+        """Whether tritonserver is loading a Python model that has no running process.
 
-        So it is for a moment in every load. But where the process is killed as it starts,
-        tritonserver (2.51.0) may wait for it for ever, and so does whoever ordered the load.
+        This is briefly true in every load. But if the process is killed while it starts,
+        tritonserver 2.51.0 may wait for it for ever, and so does the client that requested the
+        load.
         """
         return self._state(model) == "LOADING" and all(
             is_stopped(process.pid) for process in self._processes(model)
@@ -58,10 +59,10 @@ class ModelControl:
     def reload(self, model: str, *, timeout_s: float) -> list[psutil.Process]:
         """Unload a model and load it again.
 
-        Processes of it that live finish what they have in hand, and end.
+        Its live processes finish their requests and end.
 
         Returns:
-            The processes that it has since.
+            Its new processes.
 
         Raises:
             LaunchError: it could not be loaded within `timeout_s` seconds.
@@ -86,7 +87,7 @@ class ModelControl:
         return [one for one in self._processes(model) if one not in before]
 
     def _state(self, model: str) -> str | None:
-        """As tritonserver's index has it; None when it does not say, or does not answer."""
+        """The state in tritonserver's index; None if unknown, or without an answer."""
         return self._server.model_states(_ANSWER_S).get(model)
 
     def _processes(self, model: str) -> list[psutil.Process]:

@@ -1,16 +1,16 @@
-"""Asks a running server: the scheduler whether steps run, other models' endpoints for any answer.
+"""Probes a running server: whether the scheduler runs steps, and whether other models answer.
 
-Owns the questions, and what an answer says. Must not know when they are asked, nor for how long
-nobody need answer: that is `judge`'s.
+Owns the probes and the meaning of their answers. Must not know when probes are sent, or how long an
+answer may take: `judge` decides that.
 
-Triton's own /v2/health/ready stays 200 when a model's process is dead, so only an inference tells:
+Triton's own /v2/health/ready stays 200 when a model's process is dead. So probes are inferences:
 
-- The scheduler is sent the probe of `charonia.serving.requests.probing`, which is answered at once,
-  again and again until the engine has made a step.
-- `llm`, `generate` and all that have another name of the scheduler's are asked to cancel a request
-  that does not exist: that goes through every process on their way, the scheduler's too, but takes
-  no place in its queue.
-- Facades are asked what their own process refuses, which is an answer as well.
+- The scheduler gets the probe of `charonia.serving.requests.probing`, which it answers at once. The
+  probe is repeated until the engine has made a step.
+- `llm`, `generate` and the scheduler's other names are asked to cancel a request that does not
+  exist. This passes every process on their way, including the scheduler's, but takes no place in
+  its queue.
+- Facades get a request that their own process refuses. A refusal is an answer, too.
 """
 
 import enum
@@ -32,7 +32,7 @@ from charonia.supervision.server.background import in_background
 from charonia.supervision.server.model_control import ModelControl
 
 PROBE_ID = "charonia-probe"
-FRESH_S = 1.0  # a step that long ago shows that steps run
+FRESH_S = 1.0  # steps run if the last one is no older than this
 POLL_S = 0.05
 _CANCEL = {"id": PROBE_ID, "cancel": True}
 _QUESTIONS: Mapping[str, Mapping[str, Any]] = {
@@ -48,13 +48,13 @@ _FACADE_QUESTIONS: Mapping[str, Mapping[str, Any]] = {
 }
 _QUESTION_OF = {**_QUESTIONS, **_FACADE_QUESTIONS}
 _UNKNOWN = "is not found"
-"""How Triton says that no such model is in its repository."""
+"""Triton's message for a model that is not in its repository."""
 _DEAD = r"Stub process '{}_\d+_\d+' is not healthy"
-"""How it says that a process of a model does not take its requests."""
+"""Triton's message when a process of a model does not take requests."""
 
 
 class Health(enum.Enum):
-    """What a probe of the scheduler found."""
+    """Result of a probe of the scheduler."""
 
     SERVING = "steps run"
     REFUSING = "the scheduler lives, but no step runs"
@@ -64,33 +64,33 @@ class Health(enum.Enum):
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """`detail` is the error's text, where there is one."""
+    """Result of a probe of the scheduler. `detail` is the error's text, if there is one."""
 
     health: Health
     detail: str = ""
 
 
 class Probe:
-    """Probes the scheduler over HTTP; `close` it at the end.
+    """Probes the scheduler over HTTP. Must be closed at the end.
 
     Args:
         http_url: `host:port`. model: the scheduler's name.
-        stop: once set, no call waits for an answer any more.
+        stop: once set, calls no longer wait for an answer.
     """
 
     def __init__(self, http_url: str, model: str, stop: threading.Event | None = None) -> None:
         self._url = _generate_url(http_url, model)
         self._model = model
         self._stop = stop or threading.Event()
-        # No kept connections: tritonserver would wait for them when it stops. A limit of the pool's
-        # would leave one open that is made while another thread closes the client.
+        # No keep-alive: tritonserver would wait for open connections when it stops. Limiting the
+        # pool to none would still leave one open if another thread closes the client meanwhile.
         self._client = httpx.Client(headers={"Connection": "close"})
 
     def check(self, timeout_s: float, meanwhile: Callable[[], None] = lambda: None) -> ProbeResult:
-        """Ask until a step has run, at most `timeout_s` seconds; SILENT when `stop` is set.
+        """Probe until a step has run, at most for `timeout_s` seconds; SILENT if `stop` is set.
 
         Args:
-            meanwhile: called several times a second; what it raises ends the wait.
+            meanwhile: called several times a second; an exception that it raises ends the wait.
         """
         answer = in_background(lambda: self._ask(timeout_s))
         while not self._stop.is_set():
@@ -113,7 +113,7 @@ class Probe:
                     json={"id": PROBE_ID, "probe": True},
                     timeout=max(timeout_s - waited_s, POLL_S),
                 )
-            except (httpx.HTTPError, RuntimeError) as error:  # RuntimeError: closed meanwhile
+            except (httpx.HTTPError, RuntimeError) as error:  # RuntimeError: the client was closed
                 return ProbeResult(Health.SILENT, str(error) or type(error).__name__)
             if reply.status_code != 200:
                 return self._refused(reply)
@@ -127,16 +127,16 @@ class Probe:
 
     def _refused(self, reply: httpx.Response) -> ProbeResult:
         message, kind = split_answer(_error_text(reply))
-        # Triton's own words have no kind.
+        # Triton's own messages have no kind.
         is_dead = kind is None and re.search(_dead_process(self._model), message)
         return ProbeResult(Health.DEAD if is_dead else Health.REFUSING, message)
 
 
 def _health(answer: Mapping[str, Any], waited_s: float) -> tuple[ProbeResult, bool]:
-    """What an answer says that came `waited_s` seconds after the first question.
+    """Interpret an answer that came `waited_s` seconds after the first probe.
 
     Returns:
-        The result, and whether asking again soon would find the same.
+        The result, and whether it is final: another probe soon would find the same.
     """
     step_age_s, turn_age_s = answer["step_age_s"], answer["turn_age_s"]
     if answer["engine_up"] and step_age_s is not None and step_age_s <= max(FRESH_S, waited_s):
@@ -152,9 +152,10 @@ def _health(answer: Mapping[str, Any], waited_s: float) -> tuple[ProbeResult, bo
 
 @dataclass(frozen=True)
 class Finding:
-    """What a probe of the scheduler found; where no answer came, who else answers; and where no
-    step runs, whether nothing can come of the engine's load. An engine of which nothing is known is
-    taken for loaded.
+    """Result of a probe of the scheduler, and what Triton says of the server and the engine.
+
+    Triton is asked about the server if no answer came, and about the engine if no step runs. An
+    engine of unknown state counts as loaded.
     """
 
     health: Health
@@ -164,10 +165,10 @@ class Finding:
 
 
 def examine(probe: Probe, control: ModelControl, engine: str, timeout_s: float) -> Finding:
-    """Probe the scheduler, and ask Triton after the engine where no step runs.
+    """Probe the scheduler; if no step runs, ask Triton about the engine.
 
     Args:
-        engine: name of that model. timeout_s: for the probe.
+        engine: name of the engine's model. timeout_s: for the probe.
     """
     health = probe.check(timeout_s).health
     if health is Health.REFUSING:
@@ -179,7 +180,7 @@ def examine(probe: Probe, control: ModelControl, engine: str, timeout_s: float) 
 
 
 class Reply(enum.Enum):
-    """What came of a question to an endpoint."""
+    """Kind of answer to a probe of an endpoint."""
 
     ANSWER = "an answer"
     ERROR = "an error"
@@ -189,18 +190,18 @@ class Reply(enum.Enum):
 
 @dataclass(frozen=True)
 class EndpointResult:
-    """`detail` is the error's text, where there is one."""
+    """Result of a probe of another model. `detail` is the error's text, if there is one."""
 
     reply: Reply
     detail: str = ""
 
     def is_dead(self, model: str) -> bool:
-        """Whether it says that a process of this model is gone or stopped."""
+        """Whether Triton reports that a process of this model has ended or is stopped."""
         return re.match(_dead_process(model), self.detail) is not None
 
 
 def probe_endpoint(http_url: str, model: str, timeout_s: float) -> EndpointResult:
-    """Ask a model beside the scheduler once."""
+    """Probe a model other than the scheduler once."""
     question = _QUESTION_OF.get(model, _CANCEL)
     try:
         answer = httpx.post(_generate_url(http_url, model), json=question, timeout=timeout_s)
@@ -213,7 +214,7 @@ def probe_endpoint(http_url: str, model: str, timeout_s: float) -> EndpointResul
 
 
 def probed_endpoints(repository: Path) -> list[str]:
-    """The models in a prepared repository that can be asked and have processes of their own."""
+    """The models of a prepared repository that can be probed and have processes of their own."""
     models = []
     for path in sorted(repository.glob("*/config.pbtxt")):
         config = read_config(path)

@@ -1,6 +1,6 @@
-"""What supervision needs of a server, which is given to it as an argument.
+"""The interface of a server that supervision needs. The server is passed as an argument.
 
-Owns these protocols. Must not know what starts or stops a server.
+Owns these protocols. Must not know how a server is started or stopped.
 """
 
 import threading
@@ -11,11 +11,11 @@ import psutil
 
 
 class RunningServer(Protocol):
-    """A tritonserver that runs, or has run, and the processes of its models.
+    """A tritonserver that is running or has run, and the processes of its models.
 
     Attributes:
-        repository: its models' folders. http_url, grpc_url: `host:port`.
-        api_headers: open what is restricted.
+        repository: the model repository. http_url, grpc_url: `host:port`.
+        api_headers: grant access to the restricted endpoints.
     """
 
     repository: Path
@@ -29,11 +29,11 @@ class RunningServer(Protocol):
 
     @property
     def is_running(self) -> bool:
-        """Whether the tritonserver process lives."""
+        """Whether the tritonserver process is alive."""
 
     @property
     def pid(self) -> int | None:
-        """Of tritonserver, where there is one."""
+        """Pid of tritonserver; None if it is not running."""
 
     def explain_end(self) -> str:
         """Why tritonserver ended, in one line."""
@@ -42,33 +42,34 @@ class RunningServer(Protocol):
         """The processes of all Python models, by model."""
 
     def model_states(self, timeout_s: float) -> dict[str, str]:
-        """The state of each model, as tritonserver has it; of none when it says nothing."""
+        """The state of each model, by tritonserver; empty if it does not answer."""
 
     def control_name(self, model: str) -> str:
-        """What a model is called in a call to load or unload it."""
+        """The name of a model in a call to load or unload it."""
 
     def metrics(self) -> dict[str, float] | None:
-        """What charonia's metrics are, by name; None where they cannot be read."""
+        """Charonia's metrics by name; None if they cannot be read."""
 
 
 class Server(RunningServer, Protocol):
-    """A tritonserver that can be started, again and again."""
+    """A tritonserver that can be started repeatedly."""
 
     def start(self) -> None:
         """Start it; returns at once."""
 
     def wait_ready(self, timeout: float, stop: threading.Event | None, stopped_s: float) -> None:
-        """Wait until it says that it is ready, or `stop` is set.
+        """Wait until it is ready, or `stop` is set.
 
         Raises:
-            LaunchError: it ended, was stopped for longer than `stopped_s`, or is not ready in time.
+            LaunchError: it ended, was stopped for longer than `stopped_s`, or was not ready in
+                time.
         """
 
     def raise_if_lost(self, stopped_s: float) -> None:
-        """Raise as `wait_ready` does where it has ended, or was stopped."""
+        """Raise as `wait_ready` does if it has ended or was stopped."""
 
     def stop(self) -> None:
-        """End it in order."""
+        """Shut it down in order."""
 
     def kill(self) -> None:
-        """End it, and all its processes, at once."""
+        """Kill it and all its processes."""

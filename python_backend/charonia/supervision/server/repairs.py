@@ -1,21 +1,21 @@
-"""Repairs a running server: brings lost models back alone, or says that only a restart helps.
+"""Repairs a running server: reloads lost models, or decides that the server must be restarted.
 
-Owns what is done about a loss, and how often. Must not know how a loss is noticed (`judge`).
-Nothing here waits: all that takes time is asked for in the background, and its answer taken at a
-later turn.
+Owns the reaction to a loss, and how often it is tried. Must not know how a loss is noticed
+(`judge`). Nothing here blocks: calls that take time run in the background, and their results are
+taken at a later turn.
 
 ::
 
-    loss ─► is the model to be served? ──no──► its operator's; asked again `probe_interval_s` later
+    loss ─► is the model to be served? ──no──► ignored; asked again `probe_interval_s` later
                    │ yes
                    ├─ the scheduler, or lost too often ───────────────────► restart of the server
                    └─ kill what is lost ─► unload, load, one model at a time ──fails──┘
-                                              └─► its new processes are looked after
+                                              └─► its new processes are watched
 
-Only the lost ones of several processes are killed. The others finish what they have in hand, and
-Triton ends them; not so where a request was lost with a process, so what is left after `drain_s` is
-killed as well. Calls that a lost process was still to answer are orphaned: only the end of the
-server ends them.
+If a model has several processes, only the lost ones are killed. The others finish their requests,
+and Triton ends them. Triton does not if a request was lost with a process, so those left after
+`drain_s` are killed as well. Calls that a lost process had not answered are orphaned: they end only
+with the server.
 """
 
 import contextlib
@@ -36,13 +36,13 @@ _RUNNING = ("charonia_requests_running", "charonia_requests_waiting")
 
 
 class OrphanedCalls:
-    """Calls that a lost process was still to answer, and when the server is restarted for them.
+    """Calls that a lost process had not answered, and when the server is restarted to end them.
 
-    They can end in no other way than with the server (`supervision/open_calls.py`).
+    They end only with the server (`supervision/open_calls.py`).
 
     Args:
-        metrics: gives charonia's metrics by name; None where they cannot be read.
-        timeout_s: after that the server is restarted, also while other requests run.
+        metrics: returns charonia's metrics by name, or None if they cannot be read.
+        timeout_s: after this time the server is restarted even while other requests run.
         log: gets one line per model.
     """
 
@@ -59,13 +59,13 @@ class OrphanedCalls:
         self._asked: Future[bool] | None = None
 
     def note(self, model: str, num_calls: int, now: float) -> None:
-        """A process of a model was lost, with so many calls still open."""
+        """Note that a process of a model was lost with this many open calls."""
         if num_calls and model not in self._since:
             self._since[model] = now
             self._log(event("calls_stranded", model=model, calls=num_calls))
 
     def look(self, now: float) -> str | None:
-        """Why the server must be restarted at this moment, or None."""
+        """Why the server must be restarted now, or None."""
         if not self._since:
             return None
         is_idle = False
@@ -85,7 +85,7 @@ class OrphanedCalls:
 
 @dataclass
 class _Case:
-    """A loss that is seen to; `reloaded` are the processes that take the place of the lost."""
+    """A loss under repair; `reloaded` gives the processes that replace the lost ones."""
 
     loss: Loss
     since: float
@@ -94,11 +94,11 @@ class _Case:
 
 
 class Repairs:
-    """Brings back the models of one started server.
+    """Repairs the models of one running server.
 
     Args:
-        scheduler: name of the model that is never brought back alone.
-        on_change: called with a model's name when other processes are looked after.
+        scheduler: name of the model that is never reloaded without the server.
+        on_change: called with a model's name when its processes were replaced.
         log: gets one line per event.
     """
 
@@ -121,29 +121,29 @@ class Repairs:
         self._on_change = on_change
         self._log = log
         self._cases: dict[str, _Case] = {}
-        self._unserved: dict[str, float] = {}  # when that was seen
+        self._unserved: dict[str, float] = {}  # when that was found
         self._reloads: dict[str, list[float]] = {}  # when they began
 
     def is_seen_to(self, model: str, now: float) -> bool:
-        """Whether nothing is to be done about a loss of this model now."""
+        """Whether a loss of this model needs no action now."""
         unserved = self._unserved.get(model)
         is_unserved = unserved is not None and now - unserved < self._limits.probe_interval_s
         return model in self._cases or is_unserved
 
     def begin(self, loss: Loss, now: float) -> None:
-        """See to a loss."""
+        """Start the repair of a loss."""
         asked = in_background(lambda: self._control.is_served(loss.model))
         self._cases[loss.model] = _Case(loss, now, asked)
 
     def adopt(self, model: str, now: float) -> None:
-        """Somebody else has brought a model back."""
+        """Take over the processes of a model that somebody else has reloaded."""
         _kill(member.process for member in self._watchdog.members(model) if member.is_lost)
         self._note_open_calls(model, now)
         self._watchdog.adopt(model, now)
         self._on_change(model)
 
     def look(self, now: float) -> str | None:
-        """Go on with what is under way. Returns why the server must be restarted, or None."""
+        """Continue all repairs. Returns why the server must be restarted, or None."""
         _kill(self._watchdog.lingering(now, self._limits.drain_s))
         for case in list(self._cases.values()):
             reason = self._go_on(case, now) if case.reloaded is None else self._end(case, now)
@@ -152,7 +152,7 @@ class Repairs:
         return None
 
     def _go_on(self, case: _Case, now: float) -> str | None:
-        """Decide what becomes of a loss, once it is known whether its model is to be served."""
+        """Decide on a repair, once it is known whether the model should be served."""
         loss = case.loss
         if not case.is_served.done():
             return None
@@ -185,7 +185,7 @@ class Repairs:
         return None
 
     def _end(self, case: _Case, now: float) -> str | None:
-        """Look after the new processes, once they are there."""
+        """Start watching the new processes, once they exist."""
         assert case.reloaded is not None
         if not case.reloaded.done():
             return None
@@ -204,7 +204,7 @@ class Repairs:
         return None
 
     def _note_open_calls(self, model: str, now: float) -> None:
-        """Of its lost processes; nobody takes calls any more that are not counted."""
+        """Note the open calls of its lost processes, which take no new calls any more."""
         lost = [member for member in self._watchdog.members(model) if member.is_lost]
         self._orphaned.note(model, sum(member.num_open_calls for member in lost), now)
 
@@ -215,4 +215,4 @@ class Repairs:
 def _kill(processes: Iterable[psutil.Process]) -> None:
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()  # ends stopped ones, too
+            process.kill()  # also ends stopped processes

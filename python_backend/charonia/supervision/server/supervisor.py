@@ -1,24 +1,23 @@
-"""Keeps a tritonserver serving: first start, restarts, a clean end.
+"""Keeps a tritonserver serving: first start, restarts, orderly shutdown.
 
-Owns how often a server may be restarted, and that it is looked at several times a second. Must not
-know how a server is started, when somebody counts as lost (`judge`), nor how a model is brought
-back (`repairs`). It never waits for an answer: whatever becomes of a probe, a process that is lost
-meanwhile is noticed.
+Owns how often a server may be restarted, and checking it several times a second. Must not know how
+a server is started, when a process counts as lost (`judge`), or how a model is reloaded
+(`repairs`). It never blocks on an answer, so a process that is lost during a probe is noticed.
 
 ::
 
     start ─► wait until a token comes ─► watch ──(stop requested)──► stop, return
       ▲                                    │
-      └── back-off ◄── kill everything ◄───┘ only a restart mends what happened, see below
+      └── back-off ◄── kill everything ◄───┘ only a restart helps, see below
              │
              └─► too many failed starts: stop, raise LaunchError
 
-A server that ends after clients could reach it may have been ended by a request, which somebody may
-send time and again: that is no failed start, however early it comes.
+A server that ends after clients could reach it may have been ended by a request, which a client may
+send repeatedly. So this never counts as a failed start.
 
 ::
 
-    who               noticed by                             brought back
+    what              noticed by                             brought back
     tritonserver      its process; HTTP and gRPC silent      with all its models
                       for `server_hang_s`
     scheduler         its process; no probe answered         with the whole server, as nothing less
@@ -27,11 +26,11 @@ send time and again: that is no failed start, however early it comes.
     engine that loads no process of it for                   with the whole server, as its load
                       `orphaned_load_s`                      never ends
     any other model   its process; some are probed:          alone: killed, unloaded, loaded; with
-    in Python         silent for `model_hang_s`              the whole server where that fails
+    in Python         silent for `model_hang_s`              the whole server if that fails
 
-A process is lost when it is gone, or has been stopped for `stopped_s`. Calls that a lost process
-was still to answer can end in no other way than with the server: as soon as no other request runs,
-at the latest after `orphaned_calls_s`.
+A process is lost if it has ended, or has been stopped for `stopped_s`. Calls that a lost process
+had not answered end only with the server. It is restarted as soon as no other request runs, and at
+the latest after `orphaned_calls_s`.
 """
 
 import contextlib
@@ -55,18 +54,18 @@ from charonia.supervision.server.probes import Health, Probe, examine, probed_en
 from charonia.supervision.server.protocols import RunningServer, Server
 from charonia.supervision.server.repairs import OrphanedCalls, Repairs
 
-FIRST_TIMEOUT_S = 60.0  # the first inference of all may compile or page in weights
-MAX_REFUSING_S = 60.0  # a new scheduler refuses until it has found its engine, which is loaded
+FIRST_TIMEOUT_S = 60.0  # the first inference may compile, or page in weights
+MAX_REFUSING_S = 60.0  # a new scheduler refuses until it has found its loaded engine
 
 
 class Supervisor:
     """Runs one server until `stop` is set. Call `run` from the main thread.
 
     Args:
-        server: not started yet; closing it is the caller's.
+        server: not started yet. The caller closes it.
         scheduler, engine: names of the models.
         stop: set it, from any thread or a signal handler, to end `run`.
-        on_serving: called after each start, when a token has come.
+        on_serving: called after each start, once a token was generated.
         log: gets one line per event.
     """
 
@@ -92,11 +91,11 @@ class Supervisor:
         self.num_restarts = 0
 
     def run(self) -> None:
-        """Serve until `stop` is set; the server is stopped then.
+        """Serve until `stop` is set, then stop the server.
 
         Raises:
-            LaunchError: the first start failed, and another try would as well; or too many in a
-                row did.
+            LaunchError: the first start failed in a way that a retry would not change, or too many
+                starts in a row failed.
         """
         probe = Probe(self._server.http_url, self._scheduler, self._stop)
         try:
@@ -104,7 +103,7 @@ class Supervisor:
                 self._start(probe)
             except (CrashError, LostError) as error:
                 self._restart(probe, str(error), served_s=0.0)
-            except NotReadyError as error:  # what is only slow would be so each time
+            except NotReadyError as error:  # one retry: if it was only slow, more would not help
                 self._log(event("server_restarting", restarts=self.num_restarts, reason=str(error)))
                 self._renew(probe)
             while not self._stop.is_set():
@@ -123,7 +122,7 @@ class Supervisor:
             self._on_serving()
 
     def _watch(self, probe: Probe) -> str | None:
-        """Return why the server must be restarted, or None when `stop` is set."""
+        """Return why the server must be restarted, or None once `stop` is set."""
         watch = Watch(
             self._server,
             probe,
@@ -136,7 +135,7 @@ class Supervisor:
         return watch.keep()
 
     def _restart(self, probe: Probe, reason: str, served_s: float) -> None:
-        """Kill the server and start it, with back-off, until it serves or `stop` is set."""
+        """Kill and start the server, with back-off, until it serves or `stop` is set."""
         noticed = time.monotonic()
         if served_s >= self._limits.stable_s:
             self._num_failures = 0
@@ -163,13 +162,13 @@ class Supervisor:
         """Kill the server and start it after the back-off."""
         try:
             self._server.kill()
-        finally:  # processes that do not end now may do so meanwhile
+        finally:  # processes that have not ended may end meanwhile
             self._back_off()
         self.num_restarts += 1
         self._start(probe)
 
     def _back_off(self) -> None:
-        """Wait before a restart that is not the first in a row, longer each time."""
+        """Wait before every restart but the first in a row, longer each time."""
         if self._num_failures:
             exponent = min(self._num_failures - 1, 16)
             self._stop.wait(min(self._limits.backoff_s * 2.0**exponent, self._limits.max_backoff_s))
@@ -177,11 +176,11 @@ class Supervisor:
 
 
 class Watch:
-    """Watches a server from when it serves until it must be restarted.
+    """Watches a serving server until it must be restarted.
 
     Args:
         scheduler, engine: names of the models.
-        stop: once set, nothing is waited for any more.
+        stop: once set, the watch ends.
         log: gets one line per event.
     """
 
@@ -224,7 +223,7 @@ class Watch:
         )
 
     def keep(self) -> str | None:
-        """Return why the server must be restarted, or None when `stop` is set. Called once."""
+        """Return why the server must be restarted, or None once `stop` is set. Called once."""
         with contextlib.closing(self._watchdog):
             try:
                 return self._keep()
@@ -258,7 +257,7 @@ class Watch:
 
     def _look_at_endpoints(self, now: float) -> None:
         for endpoint in self._endpoints:
-            # `generate` cannot answer without the scheduler.
+            # `generate` and others cannot answer without the scheduler.
             if self._scheduler.is_silent or self._repairs.is_seen_to(endpoint.model, now):
                 endpoint.excuse(now)
             elif (kind := endpoint.look(now)) is not None:
@@ -278,12 +277,12 @@ def wait_serving(
     stop: threading.Event | None = None,
     stopped_s: float = STOPPED_S,
 ) -> bool:
-    """Wait until Triton is ready and steps run; False when `stop` was set.
+    """Wait until Triton is ready and steps run; False if `stop` was set.
 
     Raises:
-        LostError: the server, or the scheduler's process, ended after clients could reach it, or
+        LostError: after clients could reach it the server or the scheduler's process ended, or
             tritonserver was stopped for `stopped_s` seconds.
-        LaunchError: so it did earlier, or it did not get so far within `timeout_s` seconds.
+        LaunchError: it ended or was stopped earlier, or was not ready within `timeout_s` seconds.
     """
     stop = stop or threading.Event()
     started = time.monotonic()
