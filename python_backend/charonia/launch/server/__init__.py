@@ -1,1 +1,1 @@
-"""One tritonserver: its installation, repository, processes, log and page of metrics."""
+"""One tritonserver: installation, repository, processes, log and metrics page."""

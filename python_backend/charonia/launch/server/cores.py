@@ -1,21 +1,27 @@
-"""Which cores tritonserver and the models beside the engine run on.
+"""The cores for tritonserver and for the models other than the engine.
 
-Owns the choice, and how the engine learns of its own. Must not know processes.
+Owns this choice. Must not know processes.
 
-On a CPU the engine's pool has a thread on every core, and the first of them runs all of a step that
-is not shared out. When something else takes that core for a moment, everybody waits; on the
-others the pool makes up for it, since work is claimed in small pieces. So all but the engine keeps
-off the pool's first core::
+On a CPU the engine's thread pool has a thread on every core. The first thread also runs the parts
+of a step that are not parallel. If another process takes its core for a moment, all threads wait.
+On other cores the pool compensates, because work is claimed in small pieces. So every process but
+the engine stays off the pool's first core::
 
     core 0      engine: the thread that runs the steps
     core 1 …    engine: helpers; tritonserver, scheduler and the rest
 
-Measured on two cores with the llama-135m shape, in runs of three to five alternating repetitions:
-more tokens/s by 2 to 3 % at concurrency 1 (three runs), by -2 to 11 % at 8 and by 2 to 11 % at 32
-(four runs), and a 95th percentile between tokens that is 8 to 40 % shorter. With the demo model,
-whose steps take no longer than what surrounds them, the rest needs both cores: it lost two thirds
-of its tokens/s at concurrency 1. Hence the least size. Several ranks wait for each other all the
-time: no core of theirs is worth more than the others.
+Measured on two cores with the shape of llama-135m, in runs of three to five alternating
+repetitions::
+
+    concurrency   tokens/s       runs
+    1             +2 to +3 %     3
+    8             -2 to +11 %    4
+    32            +2 to +11 %    4
+
+The 95th percentile of the time between tokens was 8 to 40 % shorter. With the demo model, whose
+steps take no longer than the work around them, the other processes need both cores: it lost two
+thirds of its tokens/s at concurrency 1. Hence the minimum size. Several ranks wait for each other
+all the time, so none of their cores matters more than the others.
 """
 
 import os
@@ -29,10 +35,10 @@ _GPU = Path("/dev/nvidiactl")
 
 
 def cores_beside_engine(args: EngineArgs) -> frozenset[int] | None:
-    """The cores for all but the engine; None leaves everything to the operating system.
+    """The cores for everything but the engine; None leaves them to the operating system.
 
     Raises:
-        ConfigError: `cpu_binding` makes no sense.
+        ConfigError: `cpu_binding` is not valid.
     """
     on_gpu = args.device == "cuda" or (args.device == "auto" and _GPU.exists())
     if on_gpu or args.cpu_kernels == "torch" or args.local_ranks > 1:

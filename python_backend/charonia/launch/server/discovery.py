@@ -1,9 +1,9 @@
-"""Finds a tritonserver that can run charonia's models with this very Python.
+"""Finds a tritonserver that can run charonia's models with this Python.
 
-Owns where the server's parts and the project's model repository are, and the environment that
+Owns the paths of the server's parts and of the project's model repository, and the environment that
 Python stubs need. Must not know models, ports or processes.
 
-Two places are looked at, the container's first::
+Two places are searched, the container's first::
 
     /opt/tritonserver                       the container: its backends folder is used as it is
     site-packages/pytriton/tritonserver     the wheel nvidia-pytriton: stubs for several Pythons;
@@ -28,8 +28,8 @@ STUB = "triton_python_backend_stub"
 MIN_GLIBC = (2, 35)
 WHEEL_PYTHONS = ("3.11", "3.12")
 PACKAGE_PARENT = Path(__file__).resolve().parents[3]
-"""Where this very copy of charonia lies. The stubs' interpreter is an isolated one, which does not
-read PYTHONPATH, but it looks first in the directory that the server was started in: this one."""
+"""Parent folder of this copy of charonia. The stubs' interpreter is isolated and does not read
+PYTHONPATH. It first searches the directory that the server was started in, which is this one."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class Installation:
 
     Attributes:
         root: holds `bin/tritonserver`, `backends` and `caches`.
-        stub: the Python backend's stub to be linked beside the backend, or None where it
-            already lies there (the container).
-        lib_dirs: directories for LD_LIBRARY_PATH, first come first searched.
+        stub: the Python backend's stub that must be linked beside the backend; None if it is
+            already there (the container).
+        lib_dirs: directories for LD_LIBRARY_PATH, in search order.
     """
 
     root: Path
@@ -54,22 +54,22 @@ class Installation:
 
     @property
     def is_embedded(self) -> bool:
-        """Whether it is the server of the wheel, of release 24.10."""
+        """Whether it is the server of the wheel, release 24.10."""
         return self.stub is not None
 
     @functools.cached_property
     def options(self) -> frozenset[str]:
-        """The command-line options that this release knows, without their dashes."""
+        """The command-line options of this release, without dashes."""
         result = subprocess.run(
             [self.binary, "--help"], env=self.environment(), capture_output=True, text=True
         )
         return frozenset(re.findall(r"^\s+--([\w-]+)", result.stderr + result.stdout, re.M))
 
     def link_backends(self, directory: Path) -> Path:
-        """Return a folder for `--backend-directory`; `directory` is created when one is needed.
+        """Return a folder for `--backend-directory`; `directory` is created if it is needed.
 
-        The wheel's own folder is never written to: it may be read-only, or shared by processes
-        with different Pythons.
+        The wheel's own folder is not written to: it may be read-only, or shared by processes with
+        different Pythons.
         """
         if self.stub is None:
             return self.root / "backends"
@@ -83,12 +83,12 @@ class Installation:
         return directory
 
     def environment(self) -> dict[str, str]:
-        """Environment variables for the server: the caller's, with the stubs' needs first.
+        """Environment variables for the server: the caller's, extended for the stubs.
 
-        The stub embeds libpython: LD_LIBRARY_PATH makes it the library of *this* interpreter
-        (another build of the same version fails in `import ssl`), PATH lets it find this
-        virtual environment, and PYTHONPATH lets the Pythons that models start find this very copy
-        of charonia (for the models themselves see `PACKAGE_PARENT`).
+        The stub embeds libpython. LD_LIBRARY_PATH makes it load the library of this interpreter, as
+        another build of the same version fails in `import ssl`. PATH lets it find this virtual
+        environment. PYTHONPATH lets Python processes that models start find this copy of charonia
+        (for the models themselves see `PACKAGE_PARENT`).
         """
         env = dict(os.environ)
         env.pop("PYTHONHOME", None)
@@ -103,10 +103,10 @@ class Installation:
 
 
 def default_repository() -> Path:
-    """The model_repository/ of the checkout (or copied tree) that this package lies in.
+    """The model_repository/ of the checkout (or copied tree) that contains this package.
 
     Raises:
-        LaunchError: the package was installed without it.
+        LaunchError: the package was installed without one.
     """
     root = PACKAGE_PARENT.parent
     if (root / "model_repository").is_dir():
@@ -117,10 +117,10 @@ def default_repository() -> Path:
 
 
 def find_tritonserver(container_root: Path = CONTAINER_ROOT) -> Installation:
-    """Find the container's tritonserver, else the one of the nvidia-pytriton wheel.
+    """Find the container's tritonserver, or else that of the nvidia-pytriton wheel.
 
     Raises:
-        LaunchError: there is none, or it cannot run with this Python, machine or C library.
+        LaunchError: none was found, or it cannot run with this Python, machine or C library.
     """
     if (container_root / "bin" / "tritonserver").exists():
         return _container(container_root)
@@ -194,7 +194,7 @@ def _libpython_dir() -> Path:
 
 
 def _check_links(stub: Path, installation: Installation) -> None:
-    """Ask the dynamic linker whether the stub would start, and with this Python's library."""
+    """Check with `ldd` that the stub starts, and that it loads this Python's library."""
     result = subprocess.run(
         ["ldd", str(stub)], env=installation.environment(), capture_output=True, text=True
     )
@@ -210,7 +210,7 @@ def _check_links(stub: Path, installation: Installation) -> None:
 
 
 def main() -> int:
-    """Say which tritonserver there is, or in one line why there is none (for `make setup`)."""
+    """Print which tritonserver was found, or in one line why none was (for `make setup`)."""
     try:
         print(f"charonia: found {find_tritonserver().binary}")
     except LaunchError as error:

@@ -1,8 +1,9 @@
-"""A gateway beside the server: started, started again when it ends, and stopped with it.
+"""The gateway's process beside a server: started and stopped with it, and restarted when it ends.
 
-Owns that process. Must not know what a gateway does: it is the command `charonia gateway`.
+Owns that process. Must not know what a gateway does: the process runs `charonia gateway`.
 
-It outlives restarts of tritonserver, and its clients are told meanwhile that no server is there.
+The gateway keeps running while tritonserver restarts. Meanwhile it answers that no server is
+available.
 """
 
 import importlib.util
@@ -28,20 +29,21 @@ _NEEDED = ("fastapi", "httptools", "uvicorn")
 
 
 class GatewayProcess:
-    """A gateway as a context manager.
+    """A gateway's process, as a context manager.
 
     Args:
-        server: `host:port` of gRPC. tokenizer: of the model that it serves.
-        model_names: see `charonia gateway`; there must be one.
+        server: `host:port` of the server's gRPC. tokenizer: that of the model it serves.
+        model_names: see `charonia gateway`; at least one.
         address, port: to listen on; 0 takes a free port.
-        drain_s: in which its requests may finish. chat_template: see `charonia gateway`.
-        log: takes a line of its log, from a thread, and of what becomes of it.
+        drain_s: time in which its requests may finish when it drains. chat_template: see `charonia
+            gateway`.
+        log: takes the lines of its log and of its restarts, from a thread.
 
     Raises:
-        LaunchError: the port is taken, or the template or a package is not there.
+        LaunchError: the port is in use, or the template or a package is missing.
 
     Attributes:
-        url: where it listens.
+        url: the address that it listens on.
     """
 
     def __init__(
@@ -94,7 +96,7 @@ class GatewayProcess:
         self._thread = threading.Thread(target=self._run, name="charonia-gateway", daemon=True)
 
     def drain(self) -> None:
-        """Have it take no more requests, and end once it has none."""
+        """Let the gateway finish its requests, refuse new ones, and then end."""
         self._end(signal.SIGTERM)
 
     def __enter__(self) -> "GatewayProcess":
@@ -121,7 +123,10 @@ class GatewayProcess:
                 self._process.send_signal(number)
 
     def _run(self) -> None:
-        """Keep it running. The kernel kills it when this thread ends, see `start_leader`."""
+        """Run the gateway, and restart it until `_stop` is set.
+
+        The kernel kills it when this thread ends, see `start_leader`.
+        """
         num_failures = 0
         while (process := self._start()) is not None:
             started = time.monotonic()

@@ -1,6 +1,6 @@
-"""What stands in front of the embedded tritonserver's libraries: guard.c, waits.c, locks.c say why.
+"""The guard: a library preloaded into the embedded tritonserver. See guard.c, waits.c and locks.c.
 
-Owns its compilation, once per run, and that tritonserver loads it. Must not know requests.
+Owns compiling it, once per run, and having tritonserver load it. Must not know requests.
 """
 
 import os
@@ -15,7 +15,7 @@ from charonia.launch.server.discovery import Installation
 from charonia.supervision.models.server_options import KEY_VARIABLE
 
 MAX_ELEMENTS = 2**24
-"""Of any input of any model; the longest prompt has a quarter of that."""
+"""Maximum number of elements of any input. The longest prompt has a quarter of that."""
 _SOURCES = [str(Path(__file__).with_name(name)) for name in ("guard.c", "waits.c", "locks.c")]
 _FLAGS = (
     *("-O2", "-shared", "-fPIC", "-fvisibility=hidden"),
@@ -27,11 +27,11 @@ _PRELOAD = "LD_PRELOAD"
 
 @dataclass(frozen=True)
 class Guard:
-    """Whether a server is guarded.
+    """The guard of a server, or why it has none.
 
     Attributes:
-        preload: what it is to load; None where nothing is needed, or there is an obstacle.
-        obstacle: why it is open to requests that end it, and does not wait; empty where neither is.
+        preload: the library to preload; None if none is needed, or there is an obstacle.
+        obstacle: why the server has no guard and certain requests can end it; empty otherwise.
     """
 
     preload: Path | None = None
@@ -44,20 +44,20 @@ class Guard:
         return event("request_guard", max_elements=MAX_ELEMENTS if self.preload else "none")
 
     def add_to(self, environment: dict[str, str], key: str) -> None:
-        """Have a server that gets this environment load the library, and know the run's key."""
+        """Extend a server's environment so that it loads the library and knows the run's key."""
         if self.preload is not None:
             others = environment.get(_PRELOAD, "").split()
             environment[_PRELOAD] = " ".join([str(self.preload), *others])
             environment[KEY_VARIABLE] = key
 
     def check(self, binary: Path, environment: dict[str, str]) -> None:
-        """Make sure that a server which gets this environment loads the library.
+        """Check that a server with this environment loads the library.
 
-        The dynamic linker passes over what it cannot load: what was removed meanwhile, say, or lies
-        where nothing may be executed.
+        The dynamic linker ignores a library that it cannot load, for example because it was
+        removed, or is on a file system mounted noexec.
 
         Raises:
-            LaunchError: it does not.
+            LaunchError: it does not load it.
         """
         if self.preload is not None:
             try:
@@ -72,7 +72,7 @@ class Guard:
 
 
 def make_guard(installation: Installation, directory: Path) -> Guard:
-    """Make the guard of a server in `directory`; it needs a C compiler, and some 0.1 s."""
+    """Compile a server's guard in `directory`. Needs a C compiler and takes about 0.1 s."""
     if not installation.is_embedded:
         return Guard()
     library = directory / "guard.so"

@@ -1,7 +1,7 @@
 """Reads the log of tritonserver.
 
-Owns which of its lines a person sees without `--verbose`, and how the reason of a failed start is
-found in it. Must not know processes.
+Owns the choice of lines that are shown without `--verbose`, and finding the reason of a failed
+start. Must not know processes.
 """
 
 import re
@@ -12,7 +12,7 @@ _OURS = re.compile(r"^\[[^\]\s]+\] ")
 _UNCAUGHT = re.compile(r"^  what\(\):  (?P<reason>.+)$")
 _LOAD_FAILURE = re.compile(r"failed to load '(?P<model>[^']+)' version \d+: (?P<reason>.*)")
 
-# What a server says on a machine without a GPU, whatever it serves, and the tables of its start.
+# Lines that every server logs on a machine without a GPU, and the tables of its start.
 _NOISE = (
     "CUDA driver version is insufficient for CUDA runtime version",
     "no pinned memory pool",
@@ -20,7 +20,7 @@ _NOISE = (
     "DCGM unable to start",
     "Failed to initialize NVML",
     "Signal (15) received.",
-    # A failed start, which the launcher explains in one line (`failure_reason`).
+    # Of a failed start, which the launcher explains in one line (`failure_reason`).
     "Failed to create instance: TritonModelException",
     "failed to load '",
     "which has no loaded version",
@@ -32,9 +32,9 @@ _EXCEPTION = re.compile(
 
 
 def is_interesting(line: str) -> bool:
-    """Whether a line is a warning, an error, or said by a Python model (they are ours)."""
+    """Whether a line is a warning, an error, or logged by a Python model (these are ours)."""
     if _OURS.match(line):
-        return True  # whatever Triton's words it repeats
+        return True  # even if it quotes Triton
     if any(noise in line for noise in _NOISE) or not line or line.startswith(("+-", "| ")):
         return False
     match = _LINE.match(line)
@@ -42,7 +42,7 @@ def is_interesting(line: str) -> bool:
 
 
 def failure_reason(lines: Iterable[str]) -> str | None:
-    """The first reason that the log gives for a failed start, in one line, if it gives any."""
+    """The first reason in the log for a failed start, in one line; None if there is none."""
     first_error = None
     for line in lines:
         if failure := _LOAD_FAILURE.search(line):
@@ -55,5 +55,5 @@ def failure_reason(lines: Iterable[str]) -> str | None:
 
 
 def crash_reason(lines: Iterable[str]) -> str:
-    """What the C++ library says of an exception that nobody took; empty where it says nothing."""
+    """The C++ library's message about an uncaught exception; empty if there is none."""
     return next((found["reason"] for line in lines if (found := _UNCAUGHT.match(line))), "")

@@ -1,7 +1,7 @@
 """Processes, ports and shared memory of one tritonserver.
 
-Owns starting a process that dies with its parent, killing all that belongs to it, and removing
-what it left in /dev/shm. Must not know Triton's options or models.
+Owns starting a process that dies with its parent, killing its whole session, and removing its files
+in /dev/shm. Must not know Triton's options or models.
 """
 
 import contextlib
@@ -32,13 +32,13 @@ def start_leader(
     directory: Path | None = None,
     stack_bytes: int | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start `command` as the leader of a session of its own, stdout and stderr in one pipe.
+    """Start `command` as the leader of a new session, with stdout and stderr in one pipe.
 
-    It runs on `cores` alone and in `directory`, and the stacks of its threads may grow to
-    `stack_bytes`, where these are given.
+    If given, it runs only on `cores`, in `directory`, and its threads' stacks may grow to
+    `stack_bytes`.
 
-    The kernel kills it when the *thread* that calls this ends, however it ends: call it from a
-    thread that lives as long as the server should, as a rule the main thread.
+    The kernel kills the process when the calling *thread* ends for any reason. So call this from a
+    thread that lives as long as the server should, usually the main thread.
     """
     parent = os.getpid()
 
@@ -49,7 +49,7 @@ def start_leader(
             hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
             resource.setrlimit(resource.RLIMIT_STACK, (stack_bytes, hard))
         _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before prctl could see it
+        if os.getppid() != parent:  # the parent died before prctl took effect
             os._exit(1)
 
     return subprocess.Popen(
@@ -65,7 +65,7 @@ def start_leader(
 
 
 def session_members(leader: int) -> list[psutil.Process]:
-    """Processes of the session, wherever they hang in the tree: a killed parent's children too."""
+    """All processes of the session, including orphans of a killed parent."""
     members = []
     for pid in psutil.pids():
         with contextlib.suppress(ProcessLookupError, PermissionError, psutil.NoSuchProcess):
@@ -80,7 +80,7 @@ def catches(pid: int, number: signal.Signals) -> bool:
     """Whether a process has a handler for a signal.
 
     Raises:
-        OSError: there is no such process.
+        OSError: the process does not exist.
     """
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("SigCgt:"):
@@ -89,10 +89,10 @@ def catches(pid: int, number: signal.Signals) -> bool:
 
 
 def kill_session(leader: int, timeout: float = 5.0) -> None:
-    """SIGKILL the session until nobody is left; SIGKILL also ends stopped processes.
+    """SIGKILL all processes of a session until none is left. This also ends stopped processes.
 
     Raises:
-        LaunchError: somebody is still there after `timeout` seconds.
+        LaunchError: a process is still there after `timeout` seconds.
     """
     deadline = time.monotonic() + timeout
     while members := session_members(leader):
@@ -114,10 +114,10 @@ def remove_shared_memory(prefix: str) -> None:
 
 
 def listen(address: str, port: int, what: str) -> socket.socket:
-    """A socket that listens there; whoever gets it closes it.
+    """Return a listening socket. The caller closes it.
 
     Raises:
-        LaunchError: the port is taken, or the address is not of this machine.
+        LaunchError: the port is in use, or the address is not one of this machine.
     """
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     try:
@@ -133,24 +133,25 @@ def listen(address: str, port: int, what: str) -> socket.socket:
 
 
 def check_port(address: str, port: int, what: str) -> None:
-    """Make sure that a server could listen there; raises as `listen`."""
+    """Check that a server could listen there; raises as `listen`."""
     listen(address, port, what).close()
 
 
 class ReservedPorts:
-    """Ports for servers that will listen later: until `close`, nobody else is given one of them.
+    """Reserves ports for servers that will listen later. The reservation lasts until `close`.
 
-    Each has a socket that is bound and no more. Linux gives a port with such a socket to nobody who
-    asks for any port, but to who names it and sets SO_REUSEADDR, as servers do.
+    Each port has a socket that is bound but does not listen. Linux does not choose such a port for
+    a socket that asks for any. A socket that names it and sets SO_REUSEADDR, as servers do, gets
+    it.
 
     Args:
-        address: of this machine. count: of ports, all different.
+        address: an address of this machine. count: the number of different ports.
 
     Raises:
-        LaunchError: the address is not of this machine.
+        LaunchError: the address is not one of this machine.
 
     Attributes:
-        ports: their numbers.
+        ports: the port numbers.
     """
 
     def __init__(self, address: str, count: int) -> None:
@@ -169,7 +170,7 @@ class ReservedPorts:
             self.ports.append(int(one.getsockname()[1]))
 
     def close(self) -> None:
-        """Let anybody have them."""
+        """Release the ports."""
         _close_all(self._sockets)
 
 
@@ -179,16 +180,16 @@ def _close_all(sockets: Iterable[socket.socket]) -> None:
 
 
 def find_by_argument(processes: Iterable[psutil.Process], fragment: str) -> list[psutil.Process]:
-    """Triton's processes among these whose command line contains `fragment`."""
+    """Those of Triton's processes among these whose command line contains `fragment`."""
     return [process for process, _ in find_arguments(processes, fragment)]
 
 
 def find_arguments(
     processes: Iterable[psutil.Process], fragment: str
 ) -> list[tuple[psutil.Process, str]]:
-    """Each of them with the first argument that contains `fragment`.
+    """Triton's processes among these, each with its first argument that contains `fragment`.
 
-    A command line is read once: one that ends has none any more.
+    Each command line is read only once, because a process that ends meanwhile has none.
     """
     found = []
     for process in processes:
@@ -201,7 +202,7 @@ def find_arguments(
 
 
 def kill_by_argument(fragment: str) -> None:
-    """SIGKILL those of Triton's processes whose command line contains `fragment`."""
+    """SIGKILL all of Triton's processes whose command line contains `fragment`."""
     for process in find_by_argument(psutil.process_iter(), fragment):
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             process.kill()

@@ -1,7 +1,7 @@
-"""Adds models that pass requests on to the scheduler to a repository that is being prepared.
+"""Adds models that forward requests to the scheduler, while a repository is prepared.
 
-Owns their folders: the code is that of `generate`, the configuration follows from what they are.
-Must not know what they do with a request.
+Owns their folders: the code is that of `generate`, and the configuration depends on the kind of
+model. Must not know how they handle a request.
 """
 
 import shutil
@@ -18,7 +18,7 @@ from charonia.serving.conventions.interface import Tensor
 from charonia.serving.conventions.trtllm import tables as trtllm
 
 FACADES: Mapping[str, tuple[str, ...]] = {"tensorrt-llm": tuple(trtllm.MODELS)}
-"""By the convention's name: its models."""
+"""The models of each convention."""
 _ALWAYS_UNARY = ("preprocessing", "postprocessing")
 
 
@@ -26,7 +26,7 @@ def add_name(repository: Path, name: str, scheduler: str) -> None:
     """Add a further name of the scheduler.
 
     Raises:
-        ConfigError: it is no name of a model, or taken.
+        ConfigError: the name is not valid for a model, or is in use.
     """
     if not MODEL_NAME.fullmatch(name):
         raise ConfigError(
@@ -41,10 +41,10 @@ def add_name(repository: Path, name: str, scheduler: str) -> None:
 def add_facade(
     repository: Path, facade: str, scheduler: str, engine: str, *, is_decoupled: bool
 ) -> None:
-    """Add the models of another server's convention.
+    """Add the models of another server's API convention.
 
     Raises:
-        ConfigError: there is no such convention, or a model's name is taken.
+        ConfigError: the convention is unknown, or a model's name is in use.
     """
     if facade not in FACADES:
         raise ConfigError(f"--facade {facade!r} is not known; accepted are {', '.join(FACADES)}")

@@ -1,10 +1,10 @@
 """Prepares the model repository that one run of Triton loads.
 
-Owns finding model_repository/, copying it, and the overrides of `charonia serve`: `--model`,
-`--draft-model`, `--dtype`, `--set` and the like. All of it is checked here, before a server starts,
-or goes on with another engine. Must not know processes.
+Owns finding and copying model_repository/, and the overrides of `charonia serve`: `--model`,
+`--draft-model`, `--dtype`, `--set` and the like. All are checked here, before a server starts or
+its engine is replaced. Must not know processes.
 
-Two files are changed in the copy, and models may be added, see `proxy_models`::
+Two files of the copy are changed, and models may be added, see `proxy_models`::
 
     engine/1/model.json     the engine's arguments (EngineArgs), with absolute paths
     scheduler/config.pbtxt  its `parameters` (SchedulerArgs), only where one is overridden
@@ -42,25 +42,25 @@ from charonia.text.draft import check_draft_tokenizer
 from charonia.text.tokenizer import Tokenizer
 
 DEFAULT_SCHEDULER = "scheduler"
-LINK_FROM_BYTES = 2**20  # bigger files are linked rather than copied: they are weights
+LINK_FROM_BYTES = 2**20  # larger files, which are weights, are linked instead of copied
 
 
 @dataclass(frozen=True, kw_only=True)
 class RepositoryOptions:
-    """What to serve.
+    """Overrides of the repository that is served.
 
     Attributes:
-        source: the model repository to copy; None is the project's own.
-        model: directory of a checkpoint; None is what the repository's model.json says, and where
-            it says nothing the demo pair. It brings its own tokenizer and defaults of sampling, and
-            what a draft model in model.json was meant for is not served then.
-        draft_model: directory of a checkpoint that guesses tokens for the model.
-        dtype: of weights and KV cache; None is what model.json says.
-        tensor_parallel_size, pipeline_parallel_size: ranks that each layer, and the layers, are
-            split among; None is what model.json says.
-        served_model_names: further names of the scheduler.
-        facades: conventions of others to speak too, of `proxy_models.FACADES`.
-        is_facade_decoupled: whether their models can stream.
+        source: the model repository to copy; None takes the project's own.
+        model: directory of a checkpoint. It brings its own tokenizer and sampling defaults, and
+            drops the draft model of model.json. None takes the model of the repository's
+            model.json, or the demo pair if it names none.
+        draft_model: directory of the draft model's checkpoint.
+        dtype: of weights and KV cache; None takes that of model.json.
+        tensor_parallel_size, pipeline_parallel_size: how many ranks each layer, and the sequence of
+            layers, is split among; None takes those of model.json.
+        served_model_names: additional names of the scheduler.
+        facades: conventions of other servers to offer too, of `proxy_models.FACADES`.
+        is_facade_decoupled: whether the models of facades can stream.
         settings: `KEY=VALUE` of engine arguments (VALUE as JSON, else a string), or
             `scheduler.KEY=VALUE` of the scheduler's parameters.
     """
@@ -91,8 +91,8 @@ def prepare_repository(target: Path, options: RepositoryOptions) -> PreparedRepo
     """Copy a model repository to `target`, which must not exist, and apply the overrides.
 
     Raises:
-        LaunchError: no such repository or checkpoint, or not one that charonia can serve.
-        ConfigError: an unknown key or a value out of range; it is named.
+        LaunchError: the repository or a checkpoint does not exist, or cannot be served.
+        ConfigError: a key is unknown or a value out of range; the message names it.
         CheckpointError: the checkpoint's configuration is not supported.
     """
     source = (options.source or default_repository()).absolute()
@@ -109,7 +109,7 @@ def prepare_repository(target: Path, options: RepositoryOptions) -> PreparedRepo
     check_checkpoint(engine_args)
     scheduler_args.check_engine(engine_args)
 
-    # Every run has its own sockets, and does not end another's reload.
+    # Sockets and reload marks belong to the run that made them.
     ignore = shutil.ignore_patterns(
         "__pycache__", f"*{SOCKET_SUFFIX}", RELOAD_MARK, *LEFT_OF_RELOADS
     )
@@ -135,10 +135,10 @@ def prepare_repository(target: Path, options: RepositoryOptions) -> PreparedRepo
 
 @dataclass(frozen=True)
 class EngineChange:
-    """Another engine for a repository that is being served.
+    """A change of the engine of a repository that is being served.
 
     Attributes:
-        values: its model.json. scheduler: name of that model.
+        values: the new content of model.json. scheduler: name of the scheduler's model.
     """
 
     before: EngineArgs
@@ -147,10 +147,10 @@ class EngineChange:
     scheduler: str
 
     def differences(self) -> dict[str, tuple[Any, Any]]:
-        """The arguments that change, by name: before and after.
+        """The arguments that change, by name: old and new value.
 
-        Of one that is an object before and after each key that changes; else what it says beside
-        its defaults.
+        If the old and the new value are both objects, each key that changes is listed. Otherwise an
+        object shows its keys that differ from the defaults.
         """
         return dict(_differences(self.before, self.after))
 
@@ -166,7 +166,7 @@ def _differences(before: msgspec.Struct, after: msgspec.Struct) -> Iterator[tupl
 
 
 def _said(value: Any) -> Any:
-    """A value as its file would say it."""
+    """A value as its file would have it, without defaults."""
     if not isinstance(value, msgspec.Struct):
         return value
     said = ((field, getattr(value, field.name)) for field in msgspec.structs.fields(value))
@@ -177,8 +177,8 @@ def change_engine(repository: Path, options: RepositoryOptions) -> EngineChange:
     """Apply overrides to the engine of a prepared repository, without changing a file.
 
     Raises:
-        LaunchError, ConfigError, CheckpointError: as `prepare_repository`; or a parameter of the
-            scheduler is to change, which goes on as it is.
+        LaunchError, ConfigError, CheckpointError: as `prepare_repository`. Changing a parameter of
+            the scheduler is a ConfigError, because the scheduler keeps running.
     """
     engine_settings, scheduler_settings = split_settings(options.settings)
     if scheduler_settings:
@@ -195,11 +195,11 @@ def change_engine(repository: Path, options: RepositoryOptions) -> EngineChange:
 
 
 def check_checkpoint(args: EngineArgs) -> None:
-    """Make sure that there are checkpoints of supported architectures, and the tokenizer.
+    """Check that the checkpoints exist and are supported, and that there is a tokenizer.
 
     Raises:
-        LaunchError: no such directory, or files are missing in it.
-        CheckpointError: its configuration, or its generation_config.json, is not supported.
+        LaunchError: a directory or a file in it is missing.
+        CheckpointError: config.json or generation_config.json is not supported.
         ConfigError: the draft model has another tokenizer.
     """
     _check_model(Path(args.model))
@@ -226,7 +226,7 @@ def _check_model(directory: Path) -> None:
 def _engine_values(
     model_json: Path, options: RepositoryOptions, settings: dict[str, Any]
 ) -> dict[str, Any]:
-    """What model.json shall hold: its own values, then the command line's, all paths absolute."""
+    """The new content of model.json: its values, the command line's overrides, absolute paths."""
     try:
         values = json.loads(model_json.read_text(encoding="utf-8"))
     except OSError as error:
@@ -287,16 +287,16 @@ def _json_or_string(value: str) -> Any:
 
 
 def _find_scheduler(source: Path) -> tuple[str, Any]:
-    """Name and configuration of the scheduler: its folder may have been renamed.
+    """Find the scheduler, whose folder may have been renamed; return its name and configuration.
 
-    It is the one decoupled model that names its engine, or simply is called so.
+    It is the decoupled model that names an engine, or that has the default name.
     """
     for path in sorted(source.glob("*/config.pbtxt")):
         config = read_config(path)
         names_engine = "engine_model" in config.parameters
         is_decoupled = config.model_transaction_policy.decoupled
         if "scheduler_model" in config.parameters:
-            continue  # it passes on to one
+            continue  # it forwards to a scheduler
         if is_decoupled and (names_engine or path.parent.name == DEFAULT_SCHEDULER):
             return path.parent.name, config
     raise LaunchError(
@@ -306,7 +306,7 @@ def _find_scheduler(source: Path) -> tuple[str, Any]:
 
 
 def _override_parameters(config: Any, settings: dict[str, str]) -> SchedulerArgs:
-    """Set parameters of `config`, and check all that are charonia's."""
+    """Set parameters of `config`, and check all of charonia's parameters."""
     for key, value in settings.items():
         config.parameters[key].string_value = value
     ours = {key: parameter.string_value for key, parameter in config.parameters.items()}
@@ -314,7 +314,7 @@ def _override_parameters(config: Any, settings: dict[str, str]) -> SchedulerArgs
 
 
 def _check_tenants(args: SchedulerArgs, directory: Path) -> None:
-    """Read the tenants' file, so that one that is wrong is told of before anything is started."""
+    """Read the tenants' file, so that an error in it is reported before the start."""
     if args.tenants_file is not None:
         Tenants(directory / args.tenants_file, has_shares=args.fair_share, log=lambda _: None)
 

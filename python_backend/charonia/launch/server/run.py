@@ -1,7 +1,7 @@
-"""One charonia server from a model repository and overrides, without supervision.
+"""Runs a charonia server from a model repository and overrides, without supervision.
 
-Owns putting `repository`, `tritonserver` and the probe together for whoever wants a server for a
-while: the demo, the benchmark, the tests. `charonia serve` does the same under a supervisor.
+Owns combining `repository`, `tritonserver` and the probe for temporary servers: those of the demo,
+the benchmark and the tests. `charonia serve` does the same with a supervisor.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from charonia.supervision.server.supervisor import wait_serving
 def prepared_server(
     options: RepositoryOptions, **server_options: Any
 ) -> Iterator[tuple[TritonServer, PreparedRepository]]:
-    """A server that is not started yet, over a prepared repository; all is removed at the end.
+    """A server over a prepared repository, not started yet. Everything is removed at the end.
 
     Raises:
         LaunchError, ConfigError, CheckpointError: as `prepare_repository` and `TritonServer`.
@@ -60,13 +60,13 @@ def running_server(
     tritonserver: Sequence[str] = (),
     on_log: Callable[[str], None] = lambda line: None,
 ) -> Iterator[TritonServer]:
-    """A server on free ports that has answered a real inference; arguments as RepositoryOptions.
+    """A server on free ports that has run an inference; arguments as of RepositoryOptions.
 
-    Call it from a thread that lives as long as the server. `timeout` is in seconds, `tritonserver`
-    has further options of that, `--name=value` each.
+    Call this from a thread that lives as long as the server. `timeout` is in seconds.
+    `tritonserver` has additional options of tritonserver, `--name=value` each.
 
     Raises:
-        LaunchError, ConfigError, CheckpointError: it cannot be started; the text says why.
+        LaunchError, ConfigError, CheckpointError: it cannot be started, for the reason in the text.
     """
     options = RepositoryOptions(
         source=source,
@@ -88,7 +88,7 @@ def running_server(
 
 
 def _start(server: TritonServer, probe: Probe, timeout: float) -> None:
-    """Start a server; where it crashes or stands still on its way, once more."""
+    """Start a server; try once more if it crashes or hangs during the start."""
     server.start()
     try:
         wait_serving(server, probe, timeout)

@@ -1,7 +1,7 @@
-"""The directory that belongs to one run of the server.
+"""The directory of one run of the server.
 
-Owns its place, its rights, the operator's key in it, the prefix of the run's files in /dev/shm, and
-the removal of what a killed launcher left behind. Must not know tritonserver.
+Owns its path, its permissions, the operator's key in it, the prefix of the run's files in /dev/shm,
+and removing what a killed launcher left behind. Must not know tritonserver.
 """
 
 import contextlib
@@ -27,16 +27,16 @@ class RuntimeDir:
     """A fresh directory that only this user can read, removed by `close`::
 
         /tmp/charonia-xxxxxxxx/   0700
-          owner.json              which process to ask whether the run still goes on
-          api-key                 0600, opens the restricted endpoints
+          owner.json              the launcher's process, which lives as long as the run
+          api-key                 0600, grants access to the restricted endpoints
           server.json             the addresses of its endpoints
-          requests-left           how many there are while `charonia serve` drains
+          requests-left           number of live requests while `charonia serve` drains
           backends/               links to the installation's backends
-          repository/             what Triton loads
+          repository/             the repository that Triton loads
 
     Attributes:
         path: of the directory. api_key: random, 256 bits, new for every run.
-        shm_prefix: with which the names of the run's files in /dev/shm begin; no other run's do.
+        shm_prefix: prefix of the names of this run's files in /dev/shm; unique to the run.
     """
 
     def __init__(self) -> None:
@@ -56,10 +56,10 @@ class RuntimeDir:
 
 
 def sweep_stale_runs() -> list[Path]:
-    """Remove what runs left whose launcher was killed; returns their directories.
+    """Clean up after runs whose launcher was killed; returns their directories.
 
-    tritonserver dies with its launcher and its processes die with it, but a stopped process does
-    not, and nobody is left to remove files.
+    tritonserver dies with its launcher, and its models' processes die with it. But a stopped
+    process does not, and the files of the run remain.
     """
     swept = []
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
@@ -75,7 +75,7 @@ def sweep_stale_runs() -> list[Path]:
 
 
 def living_runs() -> list[Path]:
-    """The directories of this user's runs that still go on."""
+    """The directories of this user's active runs."""
     found = []
     for path in sorted(Path(tempfile.gettempdir()).glob(f"{PREFIX}*")):
         with contextlib.suppress(OSError, ValueError, KeyError):
@@ -86,7 +86,7 @@ def living_runs() -> list[Path]:
 
 
 def owner_of(path: Path) -> psutil.Process | None:
-    """The launcher of a run; None where it lives no more."""
+    """The launcher of a run; None if it has ended."""
     with contextlib.suppress(OSError, ValueError, KeyError, psutil.NoSuchProcess):
         owner = json.loads((path / OWNER_FILE).read_text(encoding="utf-8"))
         if _lives(owner["pid"], owner["created"]):

@@ -1,18 +1,17 @@
-"""How large the stacks of tritonserver's threads may grow.
+"""The maximum size of the stacks of tritonserver's threads.
 
-Owns that size, and what on this machine stands in its way. Must not know processes.
+Owns that size, and detecting why this machine does not allow it. Must not know processes.
 
-Older tritonservers put a structure for each piece of a body, and a call for each bracket, on a
-thread's stack. With the usual 8 MiB one POST of 200,000 brackets, or of a million chunks, ended
-server 2.51.0 with SIGSEGV; with 4 GiB neither does, nor a hundred or four times as much. Newer
-releases have mended that, see docker/README.md.
+Older tritonservers put a structure for each chunk of a body, and a call frame for each bracket, on
+a thread's stack. With the usual 8 MiB, one POST of 200,000 brackets or of a million chunks ended
+server 2.51.0 with SIGSEGV. With 4 GiB it survives both, and a hundred times as many brackets or
+four times as many chunks. Newer releases have fixed this, see docker/README.md.
 
-A stack is virtual memory: it costs what was touched of it. Where virtual memory is short all the
-same, the limit is left as it is: on a machine that promises no more than it has
-(vm.overcommit_memory=2), and under a limit of the address space (RLIMIT_AS), of which 200 GiB were
-not enough: tritonserver has some 240 threads, and aborted. Nor can a thread be started whose stack
-alone is larger than memory and swap: Linux refuses such a mapping, unless it is told to refuse none
-(vm.overcommit_memory=1). A cgroup's limit does not matter, as it counts what was touched.
+A stack is virtual memory: only touched pages cost memory. The limit is left unchanged where virtual
+memory is scarce: on a machine that does not overcommit (vm.overcommit_memory=2), and with a limit
+of the address space (RLIMIT_AS). 200 GiB of the latter were not enough: tritonserver has some 240
+threads, and aborted. Linux also refuses to map a stack that is larger than memory and swap, unless
+vm.overcommit_memory=1. A cgroup's limit does not matter, because it counts touched pages.
 """
 
 import resource
@@ -30,11 +29,11 @@ _ALWAYS, _NEVER = 1, 2
 
 @dataclass(frozen=True)
 class StackLimit:
-    """The soft limit (RLIMIT_STACK) that tritonserver gets.
+    """The soft limit (RLIMIT_STACK) of tritonserver.
 
     Attributes:
-        num_bytes: None leaves the limit as it is.
-        obstacle: why it is not `STACK_BYTES`; empty where it is.
+        num_bytes: the limit; None leaves it unchanged.
+        obstacle: why it is not `STACK_BYTES`; empty if it is.
     """
 
     num_bytes: int | None
@@ -50,7 +49,7 @@ class StackLimit:
 
 
 def stack_limit(overcommit: Path = _OVERCOMMIT, total_bytes: int | None = None) -> StackLimit:
-    """What this machine, and the limits of this process, allow.
+    """The stack limit that this machine and the limits of this process allow.
 
     Args:
         overcommit: the file of vm.overcommit_memory. total_bytes: memory and swap; None reads them.

@@ -1,6 +1,6 @@
-"""One tritonserver: start it, wait until it says ready, stop it, leave nothing behind.
+"""One tritonserver: starts it, waits until it is ready, stops it, and cleans up.
 
-Owns the command line of tritonserver and its log. Must not know what the models do, nor when a
+Owns the command line of tritonserver and its log. Must not know what the models do, or when a
 server should be restarted (see `supervision/server/`).
 """
 
@@ -43,21 +43,21 @@ DEFAULT_ADDRESS = "127.0.0.1"
 KEY_HEADER = "charonia-key"
 RESTRICTED = "shared-memory,trace,logging"
 MODEL_CONTROL = "model-repository"
-"""What is restricted, too, where no guard stands in front of loading and unloading models."""
-END_REQUESTS_S = 2.5  # that the scheduler takes at most to end all requests, before a shutdown
-INDEX_S = 0.5  # that tritonserver takes at most to say what it is loading, before a shutdown
-EXIT_TIMEOUT_S = 6  # in which tritonserver unloads the project's own models, or gives up
-EXIT_PER_MODEL_S = 0.5  # for each further one: it unloads them one after the other
-STOP_S = 1.0  # later the server is killed
-STACKS_S = 1.0  # in which a process says what its threads are doing
+"""Also restricted if no guard protects loading and unloading models."""
+END_REQUESTS_S = 2.5  # for the scheduler to end all requests before a shutdown
+INDEX_S = 0.5  # for tritonserver to say what it is loading, before a shutdown
+EXIT_TIMEOUT_S = 6  # for tritonserver to unload the project's own models
+EXIT_PER_MODEL_S = 0.5  # for each additional one: they are unloaded one by one
+STOP_S = 1.0  # after the exit timeout; then the server is killed
+STACKS_S = 1.0  # for a process to log what its threads are doing
 LOG_TAIL_LINES = 200
 _CRASHES = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
 OPEN_LINE = "Started GRPCInferenceService"
-"""What tritonserver logs when its first clients may connect; all models are loaded then."""
+"""Logged by tritonserver when clients can connect; all models are loaded by then."""
 MAX_INPUT_OPTION = "http-max-input-size"
 MAX_HTTP_INPUT_BYTES = 2**26
-"""Of a body, where tritonserver can bound it. The longest prompt, 2**24 bytes, has at most three
-times as many with every character beyond ASCII escaped."""
+"""Maximum size of a body, if tritonserver can limit it. The longest prompt has 2**24 bytes, and at
+most three times as many with all non-ASCII characters escaped."""
 
 
 _FOR_CHARONIA_TO_CHOOSE = (
@@ -71,16 +71,16 @@ _FOR_CHARONIA_TO_CHOOSE = (
     "reuse-http-port",
     "strict-model-config",
 )
-"""Beside what it sets itself: what else it could not work with."""
+"""Options that charonia does not set, but that it would not work with."""
 _SHM_PREFIX = "shm-region-prefix-name"
 
 
 def check_further_option(option: str, taken: Collection[str]) -> None:
-    """Make sure that an option can be handed to tritonserver, which takes shortened names, too.
+    """Check that an option may be passed to tritonserver, which accepts shortened names, too.
 
     Raises:
-        LaunchError: it is not `--NAME=VALUE`, or one of those that are `taken`. Of
-            `--backend-config`, which may be there many times, one setting of ours alone is taken.
+        LaunchError: it is not `--NAME=VALUE`, or its name is among `taken`. `--backend-config` may
+            be repeated, so only our own setting of it is refused.
     """
     given, equals, value = option.removeprefix("--").partition("=")
     if not option.startswith("--") or not given or not equals:
@@ -92,24 +92,24 @@ def check_further_option(option: str, taken: Collection[str]) -> None:
 
 
 class TritonServer:
-    """A tritonserver over one model repository, as a context manager.
+    """A tritonserver that serves a model repository, as a context manager.
 
-    It may be started again after `stop` or `kill`, with the same ports and key. The page of metrics
-    is served from the first start until `close`, with an error while tritonserver does not run.
+    It can be started again after `stop` or `kill`, with the same ports and key. The metrics page is
+    served from the first start until `close`; it is an error while tritonserver does not run.
 
     Args:
         repository: a model repository that Triton may load as it is.
-        address: to listen on. http_port, grpc_port, metrics_port: 0 takes a free one.
-        runtime: where what belongs to this run is kept; None makes one. `close` closes it.
-        cores: for all but the engine, see `cores`; None leaves them to the operating system.
-        further_options: of tritonserver, `--name=value` each.
-        on_log: gets the server's log, line by line, from a thread.
+        address: to listen on. http_port, grpc_port, metrics_port: 0 takes a free port.
+        runtime: the directory of this run; None creates one. `close` closes it.
+        cores: for everything but the engine, see `cores`; None leaves them to the operating system.
+        further_options: additional options of tritonserver, `--name=value` each.
+        on_log: takes the server's log, line by line, from a thread.
 
     Raises:
-        LaunchError: an option is not of that form, or is for the launcher to choose.
+        LaunchError: an option does not have that form, or is set by the launcher.
 
     Attributes:
-        stack_limit: of its threads. guard: what stands in front of its library.
+        stack_limit: of its threads. guard: the preloaded library, see `guard`.
     """
 
     def __init__(
@@ -139,18 +139,18 @@ class TritonServer:
         self._tail: deque[str] = deque(maxlen=LOG_TAIL_LINES)
         self._process: subprocess.Popen[bytes] | None = None
         self._pump: threading.Thread | None = None
-        self._is_open = False  # to clients, since it was started
+        self._is_open = False  # whether clients could connect since it was started
         self._stops = Stops()
         self.stack_limit = stack_limit()
         self._installation = find_tritonserver()
         self._runtime = runtime or RuntimeDir()
         self.guard = make_guard(self._installation, self.runtime_dir)
         self._backends = self._installation.link_backends(self.runtime_dir / "backends")
-        self._command()  # raises where an option is wrong
+        self._command()  # raises if an option is wrong
         self._reserved = self._reserve_ports()
 
     def _reserve_ports(self) -> list[processes.ReservedPorts]:
-        """Choose those that were not given. They stay this server's own from start to start."""
+        """Choose the ports that were not given. They stay reserved across restarts."""
         given = {self.http_port, self.grpc_port, self.metrics_port}
         ours = processes.ReservedPorts(self.address, 3 + len(given))
         tritons = processes.ReservedPorts(DEFAULT_ADDRESS, 1 + len(given))
@@ -168,7 +168,7 @@ class TritonServer:
 
     @property
     def api_key(self) -> str:
-        """What opens what is restricted, see `api_headers` and `control_name`."""
+        """The key to the restricted endpoints, see `api_headers` and `control_name`."""
         return self._runtime.api_key
 
     @property
@@ -183,11 +183,11 @@ class TritonServer:
 
     @property
     def metrics_url(self) -> str:
-        """The full URL of the metrics page: tritonserver's and the schedulers' in one."""
+        """The URL of the metrics page: the metrics of tritonserver and the schedulers in one."""
         return f"http://{self._host}:{self.metrics_port}/metrics"
 
     def _triton_metrics_url(self) -> str | None:
-        """Of tritonserver's own page; None while it does not run."""
+        """URL of tritonserver's own metrics page; None while it does not run."""
         if not self.is_running:
             return None
         return f"http://{DEFAULT_ADDRESS}:{self._triton_metrics_port}/metrics"
@@ -199,32 +199,32 @@ class TritonServer:
 
     @property
     def api_headers(self) -> dict[str, str]:
-        """What a client must send to use the restricted endpoints; over gRPC as metadata."""
+        """Headers, or metadata of gRPC, that a client must send to the restricted endpoints."""
         return {KEY_HEADER: self.api_key, f"triton-grpc-protocol-{KEY_HEADER}": self.api_key}
 
     def control_name(self, model: str) -> str:
-        """What a client must call a model to load or unload it; it sends `api_headers`, too."""
+        """The name of a model in a call to load or unload it, which also needs `api_headers`."""
         return model if self.guard.preload is None else keyed_name(self.api_key, model)
 
     @property
     def is_running(self) -> bool:
-        """Whether the tritonserver process lives."""
-        process = self._process  # `kill` takes it away in another thread
+        """Whether the tritonserver process is alive."""
+        process = self._process  # `kill` may clear it in another thread
         return process is not None and process.poll() is None
 
     @property
     def pid(self) -> int | None:
-        """Of tritonserver, or None before `start` and after `stop`."""
+        """Pid of tritonserver; None before `start` and after `stop`."""
         process = self._process
         return process.pid if process else None
 
     @property
     def log_tail(self) -> list[str]:
-        """The last lines that it logged since it was started."""
+        """The last lines of its log since it was started."""
         return list(self._tail)
 
     def pids(self, model: str) -> list[int]:
-        """Pids of the model's Python processes, without what they started themselves."""
+        """Pids of the model's Python processes, without their child processes."""
         return [process.pid for process in self.model_processes(model)]
 
     def model_processes(self, model: str) -> list[psutil.Process]:
@@ -244,9 +244,9 @@ class TritonServer:
         return found
 
     def model_states(self, timeout_s: float) -> dict[str, str]:
-        """The state of each model, as tritonserver's index has it; of none when it says nothing.
+        """The state of each model, by tritonserver's index; empty if it does not answer.
 
-        It is asked over gRPC: HTTP's few threads can be kept busy by clients.
+        The call uses gRPC, because clients can keep HTTP's few threads busy.
         """
         with (
             contextlib.closing(tritonclient.grpc.InferenceServerClient(self.grpc_url)) as client,
@@ -259,14 +259,14 @@ class TritonServer:
         return {}
 
     def metrics(self) -> dict[str, float] | None:
-        """Charonia's metrics by name; None where the page cannot be read."""
+        """Charonia's metrics by name; None if the page cannot be read."""
         return read_metrics(self.metrics_url)
 
     def start(self) -> None:
         """Start tritonserver; returns at once. The kernel kills it when the calling thread ends.
 
         Raises:
-            LaunchError: a port is taken, or the guard cannot be loaded any more.
+            LaunchError: a port is in use, or the guard cannot be loaded any more.
         """
         assert self._process is None, "it is already started"
         for what, port in {"HTTP": self.http_port, "gRPC": self.grpc_port}.items():
@@ -295,14 +295,13 @@ class TritonServer:
         stop: threading.Event | None = None,
         stopped_s: float = STOPPED_S,
     ) -> None:
-        """Wait until Triton says that it and all models are ready and its metrics can be read, or
-        `stop` is set.
+        """Wait until Triton and all models are ready and its metrics can be read, or `stop` is set.
 
         Raises:
             LostError: tritonserver ended, or was stopped, after clients could reach it.
-            LaunchError: so it did earlier; with what it logged.
-            NotReadyError: it was not ready in time; with what it logged, and as a note with what
-                the threads of its models were doing.
+            LaunchError: it ended or was stopped earlier; with the reason from its log.
+            NotReadyError: it was not ready in time. The text has its last line, and a note has the
+                end of its log with the stacks of its models' threads.
         """
         deadline = time.monotonic() + timeout
         while not self._says_ready():
@@ -319,14 +318,14 @@ class TritonServer:
         error = NotReadyError(f"tritonserver was not ready within {timeout:g} s{said}")
         for process in [each for stubs in self.stubs().values() for each in stubs]:
             with contextlib.suppress(psutil.NoSuchProcess, OSError):
-                if processes.catches(process.pid, STACKS_SIGNAL):  # it would end others
+                if processes.catches(process.pid, STACKS_SIGNAL):  # it would end other processes
                     process.send_signal(STACKS_SIGNAL)
         stop.wait(STACKS_S)
         error.add_note("\n".join(self._tail))
         return error
 
     def raise_if_lost(self, stopped_s: float = STOPPED_S) -> None:
-        """Raise as `wait_ready` does if tritonserver has ended, or is stopped for so long."""
+        """Raise as `wait_ready` does if tritonserver has ended, or was stopped for that long."""
         if not self.is_running:
             if self._pump is not None:
                 self._pump.join(timeout=2.0)
@@ -344,7 +343,7 @@ class TritonServer:
         return CrashError if code is not None and -code in _CRASHES else LaunchError
 
     def explain_end(self) -> str:
-        """Why tritonserver ended, in one line, from what it logged last."""
+        """Why tritonserver ended, in one line, from the end of its log."""
         code = self._process.returncode if self._process else None
         lines = list(self._tail)
         if code is not None and code < 0:
@@ -355,12 +354,12 @@ class TritonServer:
         return f"tritonserver ended with exit code {code}: {reason}"
 
     def stop(self) -> None:
-        """Stop tritonserver: politely first, by force after some seconds. Returns within 10 s, and
-        half a second more for each model that is not one of the project's own six.
+        """Stop tritonserver: in order at first, by SIGKILL after a timeout.
 
-        Requests are ended before: from the moment at which tritonserver is told, it carries no
-        stream of an ensemble any further, nor its end, and waits for it in vain. Nor does it end
-        before a model is loaded; so the load is made to fail. An end that was not in order is
+        This takes at most 10 s, and 0.5 s more for each model beyond the project's own. Requests
+        are ended first, because once tritonserver is told to stop it does not continue the streams
+        of ensembles, nor end them, and waits for them in vain. It does not stop before a model is
+        loaded either, so a load in progress is made to fail. If it does not end in order, that is
         logged.
         """
         try:
@@ -378,7 +377,7 @@ class TritonServer:
                 self._end_load(model)
         self._process.terminate()
         try:
-            # Before it has a handler of its own, the signal itself ends it.
+            # Before tritonserver has installed its handler, the signal ends it directly.
             timeout_s = self._exit_timeout_s + STOP_S
             if self._process.wait(timeout=timeout_s) not in (0, -signal.SIGTERM):
                 self._on_log(self.explain_end())
@@ -392,11 +391,11 @@ class TritonServer:
         return EXIT_TIMEOUT_S + math.ceil(EXIT_PER_MODEL_S * further)
 
     def _end_load(self, model: str) -> None:
-        """Have a load fail: kill the newest process of the model.
+        """Make a load fail: kill the newest process of the model.
 
-        Older ones are of a model that the new one replaces, and end by themselves.
+        Older processes belong to the instance that is being replaced, and end by themselves.
         """
-        with contextlib.suppress(psutil.NoSuchProcess, ValueError):  # there may be none yet
+        with contextlib.suppress(psutil.NoSuchProcess, ValueError):  # there may be no process yet
             max(self.model_processes(model), key=psutil.Process.create_time).kill()
 
     def kill(self) -> None:
@@ -406,12 +405,12 @@ class TritonServer:
         processes.kill_session(self._process.pid)
         self._process.wait()
         if self._pump is not None:
-            self._pump.join(timeout=2.0)  # somebody outside the session may still hold the pipe
+            self._pump.join(timeout=2.0)  # a process outside the session may still hold the pipe
         self._process = None
         processes.remove_shared_memory(self._runtime.shm_prefix)
 
     def close(self) -> None:
-        """`stop`, end the page of metrics, and remove what belongs to this run."""
+        """Stop tritonserver and the metrics page, and remove the files of this run."""
         try:
             self.stop()
         finally:
@@ -467,7 +466,7 @@ class TritonServer:
         return [binary, "--disable-auto-complete-config", *flags, *self._further_options]
 
     def _says_ready(self) -> bool:
-        """Whether all models are ready, and the page of metrics can be read.
+        """Whether all models are ready, and the metrics page can be read.
 
         tritonserver opens its port for metrics after those for requests.
         """
