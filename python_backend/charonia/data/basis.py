@@ -1,7 +1,7 @@
-"""What every rank of an engine knows before it loads weights.
+"""Everything that a rank of an engine knows before it loads weights.
 
-Owns the way from the engine's arguments to shapes, a dtype, a device and operations, the same on
-every rank. Must not know weights, plans, or how ranks find each other.
+Owns computing shapes, dtype, device and operations from the engine's arguments, with the same
+result on every rank. Must not know weights, plans, or how ranks find each other.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ from charonia.errors import CheckpointError, ConfigError
 
 @dataclass(frozen=True)
 class LocalRank:
-    """A process among those of its engine on one machine."""
+    """The index of a rank among those of its engine on one machine, and their number."""
 
     index: int = 0
     count: int = 1
@@ -31,12 +31,12 @@ class LocalRank:
 
 @dataclass(frozen=True)
 class Basis:
-    """What every rank knows before it loads weights.
+    """Everything that a rank knows before it loads weights.
 
     Attributes:
-        draft_spec: of the draft model, where there is one; of the target's vocabulary.
-        max_draft_len: tokens that the draft model can follow a sequence.
-        ops: what computes.
+        draft_spec: shape of the draft model, with the target's vocabulary; None without one.
+        max_draft_len: the most tokens of a sequence that the draft model can follow.
+        ops: the operations that compute.
     """
 
     args: EngineArgs
@@ -52,14 +52,14 @@ class Basis:
     def of(
         cls, args: EngineArgs, *, log: Callable[[str], None], local_rank: LocalRank | None = None
     ) -> "Basis":
-        """Read the checkpoints' shapes and choose device and operations.
+        """Read the shapes of the checkpoints, and choose device and operations.
 
         Args:
-            local_rank: this process among the ranks of its machine; None for an engine of one.
+            local_rank: this rank's place on its machine; None for an engine with one rank.
 
         Raises:
             CheckpointError: a checkpoint is not supported.
-            ConfigError: the device is not there.
+            ConfigError: the device does not exist.
         """
         spec = ModelSpec.from_dir(Path(args.model))
         draft_path = (args.speculative_config and args.speculative_config.model) or ""
@@ -86,19 +86,19 @@ class Basis:
 
     @property
     def kernels(self) -> ModuleType | None:
-        """The CPU kernels; None where they are not used."""
+        """The CPU kernels; None if they are not used."""
         return self.ops.kernels
 
     @property
     def max_draft_len(self) -> int:
-        """Tokens up to which the draft model can follow a sequence; 0 where there is none."""
+        """The most tokens of a sequence that the draft model can follow; 0 without one."""
         if self.draft_spec is None:
             return 0
         return min(self.max_model_len, self.draft_spec.max_position_embeddings)
 
 
 def _draft_spec(path: str, target: ModelSpec) -> ModelSpec:
-    """The draft model's shape, with the target's token ids: it reads and guesses no others."""
+    """The draft model's shape, with the target's token ids: it reads and guesses only these."""
     with named_as_draft_model():
         spec = ModelSpec.from_dir(Path(path))
     return spec.with_vocabulary(target.vocab_size)
@@ -106,7 +106,7 @@ def _draft_spec(path: str, target: ModelSpec) -> ModelSpec:
 
 @contextmanager
 def named_as_draft_model() -> Iterator[None]:
-    """Have errors say that it is the draft model which cannot be loaded."""
+    """Name the draft model in errors."""
     try:
         yield
     except (CheckpointError, ConfigError) as error:
@@ -114,7 +114,7 @@ def named_as_draft_model() -> Iterator[None]:
 
 
 def _dtype(args: EngineArgs, spec: ModelSpec) -> torch.dtype:
-    """What to compute in: as asked for, as config.json says, or as the tensors are stored."""
+    """The dtype to compute in: that of the arguments, of config.json, or of the stored tensors."""
     is_auto = args.dtype == "auto"
     name = (spec.dtype or stored_dtype(Path(args.model))) if is_auto else args.dtype
     dtype: torch.dtype = getattr(torch, name)

@@ -1,11 +1,10 @@
-"""What the ranks of one engine exchange, `Comm`, and which part of a model each has, `ModelRank`.
+"""Collective operations between ranks, `Comm`, and a rank's part of a model, `ModelRank`.
 
-Owns the protocol alone; `charonia.parallel` implements it. Must not know processes, devices or
-what is exchanged.
+Owns the protocol only; `charonia.parallel` implements it. Must not know processes, devices or the
+meaning of tensors.
 
-A rank is a process that has a part of every model: some of its layers (a stage of the pipeline),
-and of each of these some heads, some of the MLP and some of the vocabulary (a tensor-parallel
-part)::
+A rank is a process with a part of every model. It has some of the layers (a pipeline stage), and of
+each of these some heads and some of the MLP, and some of the vocabulary (a tensor-parallel part)::
 
     tensor_parallel_size 2            stage 0      stage 1
     pipeline_parallel_size 2        ┌──────────┬───────────┐
@@ -21,50 +20,50 @@ from torch import Tensor
 
 
 class Comm(Protocol):
-    """Collective operations of a group of ranks, each of which must call them in the same order.
+    """Collective operations of a group of ranks. All ranks must call them in the same order.
 
-    Every rank has the same result, to the bit. On CPUs a sum is taken in the order of the ranks, so
-    a number's sum is also the same whatever the batch; NCCL's may depend on the size. Tensors are
-    on the engine's device and contiguous.
+    Every rank gets bitwise the same result. On CPUs sums are taken in the order of the ranks, so
+    they do not depend on the batch; with NCCL they may depend on the size. Tensors are contiguous
+    and on the engine's device.
 
-    Raises (all of them):
-        RankLostError: a rank has ended, or does not answer.
+    Raises (all operations):
+        RankLostError: a rank has ended or does not respond.
     """
 
     @property
     def rank(self) -> int:
-        """This process's place in the group."""
+        """This process's index in the group."""
         ...
 
     @property
     def size(self) -> int:
-        """Processes in the group."""
+        """The number of processes in the group."""
         ...
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Add up the ranks' tensors, of one shape; overwrites and returns `x`."""
+        """Sum the ranks' tensors, all of the shape of `x`; overwrites and returns `x`."""
         ...
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Return the ranks' tensors, of one shape, as [size, *x.shape]."""
+        """Return the ranks' tensors, all of the shape of `x`, as [size, *x.shape]."""
         ...
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
-        """Give every rank the tensor of rank `source`; overwrites and returns `x`."""
+        """Send the tensor of rank `source` to all ranks; overwrites and returns `x`."""
         ...
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """Add up the ranks' tensors [size * n, ...] and return this rank's share, [n, ...]."""
+        """Sum the ranks' tensors [size * n, ...]; return this rank's share, [n, ...]."""
         ...
 
 
 @dataclass(frozen=True)
 class Place:
-    """Which part of a model a rank has.
+    """A rank's part of a model.
 
     Attributes:
-        part, num_parts: of every layer (tensor parallelism).
-        stage, num_stages: of the layers (pipeline parallelism).
+        part, num_parts: index and number of the parts of every layer (tensor parallelism).
+        stage, num_stages: index and number of the pipeline stages (pipeline parallelism).
     """
 
     part: int = 0
@@ -74,25 +73,25 @@ class Place:
 
     @property
     def is_first(self) -> bool:
-        """Whether the token embedding is here."""
+        """Whether this is the first stage, with the token embedding."""
         return self.stage == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether the last norm and the head are here."""
+        """Whether this is the last stage, with the final norm and the head."""
         return self.stage == self.num_stages - 1
 
 
 @dataclass(frozen=True)
 class Links:
-    """Whom a rank exchanges a model's numbers with; None where there is nobody.
+    """The groups in which a rank exchanges a model's tensors; None for those that do not exist.
 
     Attributes:
-        parts: the other parts of its stage.
-        before, after: the same part of the stage before, and of the one behind; a pair each, in
-            which the earlier stage is rank 0.
-        logits: the first part of the last stage and the engine's process, a pair in which the
-            latter is rank 0.
+        parts: all parts of its stage.
+        before, after: pairs with the same part of the previous and of the next stage. The earlier
+            stage is rank 0 of the pair.
+        logits: the pair of the engine's process, which is rank 0 of it, and the first part of the
+            last stage.
     """
 
     parts: Comm | None = None
@@ -103,7 +102,7 @@ class Links:
 
 @dataclass(frozen=True)
 class ModelRank:
-    """A rank's place in one model, and its links; by default the whole model is its own."""
+    """A rank's place in one model, and its links; by default it has the whole model."""
 
     place: Place = field(default_factory=Place)
     links: Links = field(default_factory=Links)

@@ -1,7 +1,7 @@
-"""The draft model: guesses the next tokens of some rows within the engine's own step.
+"""The draft model: guesses the next tokens of rows within the engine's step.
 
 Owns a small model, its KV cache over the target's block ids, and the loop of its passes. Must not
-know which guesses are right: its cursor per row is kept with the rows, in `step_tensors`.
+know which guesses are accepted: its cursor of each row is kept with the rows, in `step_tensors`.
 
 One step, for a row with known tokens up to t and three drafts::
 
@@ -9,7 +9,7 @@ One step, for a row with known tokens up to t and three drafts::
     pass 2                                      d1 ─► d2      while without drafts: several tokens)
     pass 3                                      d2 ─► d3     d3 is never computed here
 
-It samples as the target will, with the same parameters and the same noise (see `verify`).
+It samples like the target, with the same parameters and the same noise (see `verify`).
 """
 
 from collections.abc import Sequence
@@ -24,10 +24,10 @@ from charonia.protocol import BlockCopy, RowStep
 
 
 class DraftModel:
-    """Guesses tokens.
+    """Guesses tokens, one pass of the model per draft.
 
     Args:
-        model: of the target's vocabulary, with as many blocks as the target.
+        model: with the target's vocabulary, and as many blocks as the target.
         tensors: the rows, shared with the target.
         sampler: the target's.
     """
@@ -38,7 +38,7 @@ class DraftModel:
         self._sampler = sampler
 
     def guess(self, steps: Sequence[RowStep]) -> None:
-        """Compute what the steps ask of the draft model, and write the drafts into the rows."""
+        """Compute the steps' tokens of the draft model, and write the drafts into the rows."""
         steps = [step for step in steps if step.num_draft_tokens]
         spans = self._tensors.advance_draft(steps)
         place = 0
@@ -57,7 +57,7 @@ class DraftModel:
         self._model.copy_blocks(copies)
 
     def _pass(self, spans: Sequence[Span], guessing: set[int], place: int) -> None:
-        """Compute `spans`, and let the rows among them that are `guessing` draft one token."""
+        """Compute `spans`, and draft one token for each of their rows that is in `guessing`."""
         batch = self._tensors.batch(spans)
         rows, last_tokens = [], []
         for span, end in zip(spans, batch.query_starts[1:], strict=True):
@@ -75,10 +75,10 @@ class DraftModel:
 
 
 class NativeDraftModel:
-    """The same on a CPU, in one native call for all passes.
+    """Guesses tokens on a CPU, in one native call for all passes.
 
     Args:
-        guesser: all of the model. kv: as many blocks as the target's, of `block_size` tokens.
+        guesser: the whole model. kv: has as many blocks as the target's, of `block_size` tokens.
         tensors: the rows, shared with the target. draw: the target's.
     """
 

@@ -1,7 +1,7 @@
 """The KV cache's memory: one pair of page tensors per layer.
 
-Owns the tensors and their shape. Must not know which request a block belongs to: the control
-plane hands blocks out, this is only where they lie.
+Owns the tensors and their shape. Must not know which request a block belongs to: the control plane
+assigns blocks.
 """
 
 import contextlib
@@ -25,14 +25,14 @@ from charonia.protocol import BlockCopy, KVLayout
 _MADV_COLD = 20  # Linux, since 5.4
 
 PageShapes = tuple[tuple[int, ...], tuple[int, ...]]
-"""Of one block's keys and of its values; see `Ops.page_shapes`."""
+"""Shapes of one block's keys and values; see `Ops.page_shapes`."""
 
 
 class KVStore:
     """K and V of all layers, over `num_blocks` blocks; block 0 is the null block.
 
-    The pages begin as zeros and only finite values are written to them (see `Ops`), so whatever
-    is read beyond a row's context, or through padding, is finite.
+    The pages begin as zeros, and only finite values are written to them (see `Ops`). So values read
+    beyond a row's context, or through padding, are finite.
     """
 
     def __init__(
@@ -44,18 +44,19 @@ class KVStore:
             Pages(*(_zeros((num_blocks, *shape), dtype, device) for shape in shapes))
             for _ in range(layout.num_layers)
         ]
-        self._first_small = num_blocks  # from this block on, no huge pages are wished for
+        self._first_small = num_blocks  # from this block on, huge pages are disabled
 
     @property
     def num_bytes(self) -> int:
-        """That all pages have."""
+        """The size of all pages."""
         return sum(tensor.nbytes for pages in self.pages for tensor in pages)
 
     def written(self) -> float:
-        """For which share of the blocks a CPU's memory was taken, as they were written to.
+        """The share of the blocks that have taken a CPU's memory, by being written.
 
-        By the first layer's keys: all layers are written to alike. All where the kernel does not
-        tell. What was only read may count, too; nothing is read that was not written.
+        Measured on the first layer's keys, because all layers are written alike; 1 if the kernel
+        does not report it. Memory that was only read may count, too, but blocks are not read before
+        they are written.
         """
         keys = self.pages[0].keys
         first = keys.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
@@ -65,11 +66,11 @@ class KVStore:
             _call("mincore", ctypes.c_void_p(first), ctypes.c_size_t(length), pages)
         except OSError:
             return 1.0
-        is_there = torch.frombuffer(pages, dtype=torch.uint8) & 1  # the other bits say nothing
+        is_there = torch.frombuffer(pages, dtype=torch.uint8) & 1  # the other bits are undefined
         return int(is_there.sum()) / len(pages)
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
-        """Copy blocks in all layers, as if one after the other."""
+        """Copy blocks in all layers, with the effect of one copy after the other."""
         origins: dict[int, int] = {}
         for copy in copies:
             origins[copy.target] = origins.get(copy.source, copy.source)
@@ -79,17 +80,17 @@ class KVStore:
         )
         for pages in self.pages:
             for tensor in pages:
-                # Whatever they are: torch takes no float8 by an index.
+                # As bytes: torch cannot index float8.
                 content = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
                 content[targets] = content[sources]
 
     def discard(self, block_ids: Sequence[int]) -> None:
-        """Give back the memory of blocks, as far as whole pages of it are theirs; they are zeros
-        then. On a GPU it stays with torch.
+        """Return the memory of blocks to the operating system; their content becomes zeros.
 
-        From the first of them on there are no new huge pages until `use_all`: the kernel collects
-        small pages into huge ones (khugepaged), and would fill the holes between blocks that are in
-        use. That is one range for all of them, because a process has few (vm.max_map_count).
+        Only whole pages can be returned. On a GPU torch keeps the memory. Huge pages are disabled
+        from the first of these blocks on, until `use_all`: khugepaged collects small pages into
+        huge ones, and would fill the gaps between blocks in use. It is one range for all blocks,
+        because a process may have only a limited number (vm.max_map_count).
         """
         first_small = min([self._first_small, *block_ids])
         for tensor in self._on_cpu():
@@ -99,7 +100,7 @@ class KVStore:
         self._first_small = first_small
 
     def use_all(self) -> None:
-        """Wish for huge pages again, as at first, where blocks were discarded: all are in use."""
+        """Enable huge pages again, because all blocks are in use."""
         for tensor in self._on_cpu() if self._first_small < self.num_blocks else ():
             _advise_from(tensor, 0, mmap.MADV_HUGEPAGE)
         self._first_small = self.num_blocks
@@ -110,7 +111,7 @@ class KVStore:
 
 
 def _give_back(tensor: Tensor, block_ids: Sequence[int]) -> None:
-    """Have the operating system take the memory of some first indices of a tensor of `_zeros`."""
+    """Return the memory of some indices, in the first dimension, of a tensor of `_zeros`."""
     size = tensor[0].numel() * tensor.itemsize
     for first, end in _runs(block_ids):
         start = tensor.data_ptr() + first * size
@@ -118,14 +119,14 @@ def _give_back(tensor: Tensor, block_ids: Sequence[int]) -> None:
         if start < stop:
             length = ctypes.c_size_t((stop - start) * mmap.PAGESIZE)
             address = ctypes.c_void_p(start * mmap.PAGESIZE)
-            # Of a huge page nothing would be free before all of it is; this has it split.
+            # This splits a huge page, which would otherwise be freed only as a whole.
             with contextlib.suppress(OSError):
                 _call("madvise", address, length, _MADV_COLD)
             _call("madvise", address, length, mmap.MADV_DONTNEED)
 
 
 def _advise_from(tensor: Tensor, first: int, advice: int) -> None:
-    """Advise the kernel on whole pages of a tensor of `_zeros`, from an index on to its end."""
+    """Call madvise on the whole pages of a tensor of `_zeros`, from an index to the end."""
     size = tensor[0].numel() * tensor.itemsize
     start = -(-(tensor.data_ptr() + first * size) // mmap.PAGESIZE) * mmap.PAGESIZE
     length = tensor.data_ptr() + tensor.nbytes - start
@@ -135,7 +136,7 @@ def _advise_from(tensor: Tensor, first: int, advice: int) -> None:
 
 
 def _runs(ids: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """First and behind the last of those that follow each other."""
+    """Yield the runs of consecutive ids, as first and end."""
     first = end = -1
     for one in sorted(ids):
         if one != end:
@@ -148,25 +149,25 @@ def _runs(ids: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _call(name: str, *args: Any) -> None:
-    """Call the C library. Raises OSError where the kernel refuses."""
+    """Call the C library. Raises OSError if the call fails."""
     libc = ctypes.CDLL(None, use_errno=True)
     if getattr(libc, name)(*args):
         raise OSError(ctypes.get_errno(), name)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate zeros; on a CPU they take memory only where they are written to.
+    """Allocate zeros; on a CPU they take memory only once they are written.
 
-    `torch.zeros` writes the zeros, which for a cache of gigabytes takes seconds of every start;
-    memory that the operating system maps is zero without that. Huge pages are wished for, because
-    a page's first touch costs time in the middle of a step.
+    `torch.zeros` writes the zeros, which takes seconds at every start for a cache of gigabytes.
+    Freshly mapped memory is zero anyway. Huge pages are requested because the first access to a
+    page costs time in the middle of a step.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     numbers = math.prod(shape)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     memory = mmap.mmap(-1, numbers * dtype.itemsize, flags=flags)
-    with contextlib.suppress(OSError):  # where there are none, small pages do
+    with contextlib.suppress(OSError):  # without huge pages, small ones will do
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype, count=numbers).view(shape)
 
@@ -179,13 +180,13 @@ def kv_layout(
     place: Place,
     kv_cache_dtype: str = "auto",
 ) -> KVLayout:
-    """Describe the KV cache of a rank's part of a model, as large as `ops` lay it out.
+    """Describe the KV cache of a rank's part of a model, in the layout of `ops`.
 
     Args:
-        dtype: what the model computes in. kv_cache_dtype: see `EngineArgs`.
+        dtype: of the model's computation. kv_cache_dtype: see `EngineArgs`.
 
     Raises:
-        ConfigError: heads of this model's size cannot be kept so.
+        ConfigError: the format does not support heads of this size.
     """
     num_layers = len(stage_layers(spec, place))
     layout = KVLayout(

@@ -1,16 +1,16 @@
-"""The largest step that an engine may be asked for, made up before there is a KV cache.
+"""The largest step that an engine may have to run, computed before there is a KV cache.
 
-Owns its shape, and running it. Must not know what is measured of it.
+Owns its shape, and running it. Must not know what is measured.
 
     max_num_batched_tokens 16, max_num_seqs 4, max_model_len 12
 
     row 0   ░░░░░░░░ ████████████   as many tokens as a row may have
-    row 1             ░░░░░░░░░░█   one token each, so that there are as many rows as there can be
+    row 1             ░░░░░░░░░░█   one token each, for the largest number of rows
     row 2             ░░░░░░░░░░█
     row 3             ░░░░░░░░░░█
-            ░ context, only where the memory that attention takes depends on it
+            ░ context, only if the memory of attention depends on it
 
-All block tables lead to the same block, whose content is of no use to anybody.
+All block tables refer to the same block, whose content does not matter.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ _BLOCK = 1  # block 0 is the null block
 _COSTLY = RowSampling(
     seed=0, top_p=0.9, min_p=0.01, frequency_penalty=0.1, repetition_penalty=1.1, num_logprobs=20
 )
-"""What a request may ask for that takes memory in the sampler."""
+"""Sampling parameters that take the most memory in the sampler."""
 
 
 class _Row(NamedTuple):
@@ -48,16 +48,16 @@ def run_largest_step(
     pool_tokens: int,
     sampler: Sampler | None,
 ) -> None:
-    """Compute one step of the largest shape with all models. Every rank does so at once.
+    """Compute one step of the largest shape with all models. All ranks must call this at once.
 
     Args:
-        model_rank, draft_rank: this rank's, as in `Models.load`.
-        pool_tokens: tokens that the KV cache can have at most: contexts take no more together.
+        model_rank, draft_rank: of this rank, as in `Models.load`.
+        pool_tokens: the most tokens of the KV cache, and so of all contexts together.
         sampler: of the rank that samples; None on the others.
 
     Raises:
         RankLostError: another rank was lost meanwhile.
-        Exception: whatever a step raises for which there is no memory.
+        Exception: the step's own error, if there is not enough memory.
     """
     if basis.ops.attends_in_pieces:
         pool_tokens = 0
@@ -72,7 +72,7 @@ def run_largest_step(
 
 
 def largest_rows(args: EngineArgs, max_model_len: int, pool_tokens: int) -> list[_Row]:
-    """The rows of that step: tokens to compute, and context with them, of each."""
+    """The rows of that step: tokens to compute, and length of the context including them."""
     num_rows = min(args.most_rows, args.most_step_tokens)
     left, counts = args.most_step_tokens, []
     for later in reversed(range(num_rows)):
@@ -90,8 +90,8 @@ def largest_rows(args: EngineArgs, max_model_len: int, pool_tokens: int) -> list
 
 
 def _num_lines(args: EngineArgs) -> int:
-    """Lines of logits that are in memory at once."""
-    if args.pipeline_parallel_size > 1:  # those of prompts are received as they come
+    """The number of lines of logits that are in memory at once."""
+    if args.pipeline_parallel_size > 1:  # those of prompts are received as they arrive
         return args.most_step_tokens
     drafts = args.speculative_config.max_drafts if args.speculative_config else 0
     return min(max(args.most_rows * (1 + drafts), PROMPT_LOGPROBS_SLICE), args.most_step_tokens)

@@ -1,9 +1,9 @@
 """The models of one rank: their weights and their KV caches.
 
-Owns the way from a `Basis` to loaded models with KV caches, the same on every rank. Must not know
-plans, rows, sampling or how ranks find each other.
+Owns loading models and allocating their KV caches from a `Basis`, the same way on every rank. Must
+not know plans, rows, sampling or how ranks find each other.
 
-    Basis: shapes, device, operations ──► Models: weights ──► KV caches, of as many blocks as fit
+    Basis: shapes, device, operations ──► Models: weights ──► KV caches, with as many blocks as fit
                              model ranks ──┘       on every rank ──┘
 """
 
@@ -28,21 +28,21 @@ from charonia.errors import ConfigError
 from charonia.protocol import KVLayout
 
 PROMPT_LOGPROBS_SLICE = 256
-"""Prompt positions whose logits are held at once."""
+"""Number of prompt positions whose logits are in memory at once."""
 _ROTARY_BYTES = 8
-"""Per position and dimension of a head: the angle, its cosine, its sine, and one of these again in
-the model's dtype."""
+"""Bytes per position and dimension of a head: the angle, its cosine, its sine, and one of these
+again in the model's dtype."""
 
 
 class KVStores(NamedTuple):
-    """The KV caches of a rank, of as many blocks."""
+    """The KV caches of a rank, with the same number of blocks."""
 
     target: KVStore
     draft: KVStore | None
 
 
 class LoadedModel(NamedTuple):
-    """What a rank has of a checkpoint, and the shape of its KV cache."""
+    """A rank's part of a checkpoint, and the shape of its KV cache."""
 
     decoder: Decoder
     layout: KVLayout
@@ -55,7 +55,7 @@ class LoadedModel(NamedTuple):
 
 @dataclass(frozen=True)
 class Models:
-    """The target and the draft model, as far as they are this rank's."""
+    """This rank's parts of the target and of the draft model."""
 
     target: LoadedModel
     draft: LoadedModel | None
@@ -69,14 +69,14 @@ class Models:
         *,
         log: Callable[[str], None],
     ) -> "Models":
-        """Load what this rank has of both models.
+        """Load this rank's parts of both models.
 
         Args:
-            draft_rank: None where the draft model is other ranks' alone.
+            draft_rank: None if this rank has no part of the draft model.
 
         Raises:
             CheckpointError: a checkpoint cannot be loaded.
-            ConfigError: a model cannot be split as asked for.
+            ConfigError: a model cannot be split as the arguments say.
         """
         args = basis.args
         target = _load(
@@ -120,12 +120,12 @@ def _load(
 
 
 def _check_length(num_positions: int, head_dim: int) -> None:
-    """Make sure, before it is tried, that a table for all positions can be made.
+    """Check that there is memory for a table of all positions, before allocating it.
 
-    A checkpoint may claim to follow sequences of any length.
+    A checkpoint may claim any length of sequences.
 
     Raises:
-        ConfigError: there is no memory for it.
+        ConfigError: there is not enough memory.
     """
     num_bytes = num_positions * head_dim * _ROTARY_BYTES
     memory = available_memory()

@@ -1,18 +1,18 @@
-"""How much memory this process may still take: of the machine, and of the control groups above it.
+"""How much memory this process can still allocate, by the machine and by its control groups.
 
-Owns reading what the kernel says. Must not know what the memory is for.
+Owns reading the kernel's figures. Must not know what the memory is used for.
 
-A process is in a control group, which is in another one, up to the root. The limit of each counts
-for all below it, so what is left is the least of what they leave::
+Control groups are nested, up to the root. The limit of a group applies to all groups below it, so
+the least memory that any of them leaves is available::
 
     /sys/fs/cgroup              no limit
       kubepods                  limit 32 GiB, 20 GiB in use ─► 12 GiB are left
         pod                     limit 16 GiB,  3 GiB in use ─► 13 GiB are left
           container             no limit                           this process
 
-Who looks from inside a container mostly finds its own group where it expects the root: what of the
-tree is mounted is said by `/proc/self/mountinfo`. Version 1 has a tree for memory alone and other
-names for the same; where both are mounted, it is the one that accounts for memory.
+In a container, usually its own group is mounted in place of the root; `/proc/self/mountinfo` says
+which part of the tree is mounted. Version 1 has a separate tree for memory, with other file names.
+If both versions are mounted, version 1 accounts for memory.
 """
 
 import contextlib
@@ -27,10 +27,10 @@ ROOT = Path("/")
 
 
 class Memory(NamedTuple):
-    """What can be allocated, and what that is a part of, in bytes.
+    """Available and total memory, in bytes.
 
     Attributes:
-        source: what limits: "machine", or the control group's path, as "cgroup /kubepods/pod".
+        source: of the limit: "machine", or a control group such as "cgroup /kubepods/pod".
     """
 
     available: int
@@ -39,7 +39,7 @@ class Memory(NamedTuple):
 
 
 class _Names(NamedTuple):
-    """What a version of control groups calls its files, and a line of memory.stat."""
+    """File names of a version of control groups, and the name of a line in memory.stat."""
 
     limits: tuple[str, ...]
     usage: str
@@ -51,7 +51,7 @@ _V2 = _Names(("memory.max", "memory.high"), "memory.current", "inactive_file")
 
 
 class _Mount(NamedTuple):
-    """Where a tree of control groups is mounted, and which of its groups that is the root of."""
+    """A mounted tree of control groups: the group that is its root, and the mount point."""
 
     names: _Names
     root: str
@@ -59,16 +59,16 @@ class _Mount(NamedTuple):
 
 
 def available_memory(root: Path = ROOT) -> Memory:
-    """The least that the machine and the control groups of this process leave.
+    """The least memory that the machine and the control groups of this process leave.
 
-    Files that are cached and not in use count as available, as the kernel gives them up first.
+    Cached files that are not in use count as available, because the kernel evicts them first.
 
     Args:
-        root: of the file system in which to look for control groups.
+        root: of the file system to search for control groups.
     """
     machine = psutil.virtual_memory()
     found = [Memory(machine.available, machine.total, "machine")]
-    with contextlib.suppress(OSError):  # a kernel without control groups
+    with contextlib.suppress(OSError):  # the kernel has no control groups
         for mount, group in _groups(root):
             if (left := _left_by(mount, group)) is not None:
                 found.append(left)
@@ -76,9 +76,9 @@ def available_memory(root: Path = ROOT) -> Memory:
 
 
 def _groups(root: Path) -> Iterator[tuple[_Mount, str]]:
-    """This process's group and those above it, as far as they are mounted, from within outwards.
+    """Yield this process's group and those above it, as far as they are mounted, innermost first.
 
-    Each is a path relative to the mount.
+    Each is a path relative to the mount point.
 
     Raises:
         OSError: there are no control groups.
@@ -97,7 +97,7 @@ def _groups(root: Path) -> Iterator[tuple[_Mount, str]]:
 
 
 def _mounts(root: Path) -> dict[str, _Mount]:
-    """The trees that account for memory: "v1", where there is one, and "v2"."""
+    """The trees that account for memory: "v1", if there is one, and "v2"."""
     found: dict[str, _Mount] = {}
     text = (root / "proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
     for line in text.splitlines():
@@ -113,9 +113,9 @@ def _mounts(root: Path) -> dict[str, _Mount]:
 
 
 def _below(path: str, root: str) -> list[str]:
-    """The parts of a group's path below the one that is mounted; none where it is not there.
+    """The parts of a group's path below the mounted group; empty if it is not below it.
 
-    A group outside of what is mounted is told as one that is above it, or as it is on the host.
+    The kernel gives a group outside of the mount as a path with "..", or as its path on the host.
     """
     parts, above = path.strip("/").split("/"), root.strip("/").split("/")
     above = [part for part in above if part]
@@ -125,7 +125,7 @@ def _below(path: str, root: str) -> list[str]:
 
 
 def _left_by(mount: _Mount, group: str) -> Memory | None:
-    """What a group leaves; None where it has no limit, or cannot be read."""
+    """The memory that a group leaves; None if it has no limit or cannot be read."""
     folder, names = mount.point / group, mount.names
     limits = [limit for name in names.limits if (limit := _number(folder / name)) is not None]
     usage = _number(folder / names.usage)
@@ -141,7 +141,7 @@ def _left_by(mount: _Mount, group: str) -> Memory | None:
 
 
 def _number(path: Path) -> int | None:
-    """What a file says; None where it is not there, or says "max"."""
+    """The number in a file; None if the file does not exist, or contains "max"."""
     try:
         return int(path.read_text(encoding="ascii"))
     except (OSError, ValueError):

@@ -1,8 +1,8 @@
-"""Checks a plan before it may touch a tensor.
+"""Checks a plan before it is executed.
 
-A plan is trusted with memory: a row, block or token id out of range would read or write
-elsewhere. Owns every rule that a plan must keep; asks only the rows' host-side state. Must not
-change anything: a refused plan leaves the engine as it was.
+A row, block or token id out of range would read or write other memory. Owns all rules for plans;
+reads only the rows' state on the host. Must not change anything: a refused plan leaves the engine
+as it was.
 """
 
 import math
@@ -26,7 +26,7 @@ from charonia.protocol import (
 
 @dataclass(frozen=True)
 class Progress:
-    """Where an engine stands: the last plan begun, and whether its step failed."""
+    """An engine's position: the last plan begun, and whether its step failed."""
 
     epoch: int
     step_id: int
@@ -35,7 +35,7 @@ class Progress:
 
 @dataclass
 class _Row:
-    """What a row will be when the plan's leaves and joins are through."""
+    """A row's state after the plan's leaves and joins."""
 
     num_tokens: int
     num_computed: int
@@ -46,10 +46,10 @@ class _Row:
 def check_plan(
     plan: StepPlan, progress: Progress, rows: Sequence[RowState | None], info: EngineInfo
 ) -> None:
-    """Check that `plan` is the next one and that all in it is in range.
+    """Check that `plan` is the next one and that all its values are in range.
 
     Raises:
-        PlanRefusedError: it is not; the text names the value and what is accepted.
+        PlanRefusedError: the plan is not valid; the text names the value and what is accepted.
     """
     _check_sequence(plan, progress)
     occupied = {row: state for row, state in enumerate(rows) if state and not plan.reset}
@@ -106,7 +106,7 @@ def _check_sequence(plan: StepPlan, progress: Progress) -> None:
 
 def _check_join(new: NewRow, info: EngineInfo) -> None:
     what = f"row {new.row}"
-    # A row at max_model_len could never compute its last token: there is no room for the next.
+    # A row at max_model_len could never compute its last token: the next one would not fit.
     num_tokens = len(new.token_ids)
     _check_in(f"{what}: number of token_ids", num_tokens, 1, info.max_model_len - 1)
     _check_ids(f"{what}: token id", new.token_ids, info.vocab_size)
@@ -123,7 +123,7 @@ def _check_join(new: NewRow, info: EngineInfo) -> None:
 
 
 def _check_copies(plan: StepPlan, info: EngineInfo) -> None:
-    """Check that blocks are copied for rows that join, each into one that is theirs."""
+    """Check that every copy is into a block of a joining row."""
     joining = {block_id for new in plan.joins for block_id in new.block_ids}
     _check_distinct("targets of copies", [copy.target for copy in plan.copies])
     for copy in plan.copies:
@@ -141,7 +141,7 @@ def _check_saves(saves: Sequence[BlockSave], info: EngineInfo) -> None:
 
 
 def _check_unused(plan: StepPlan, rows: Iterable[RowState | _Row], info: EngineInfo) -> None:
-    """Check that blocks are in no row's table into which something is loaded, or are discarded."""
+    """Check that blocks that are loaded or discarded are not in a row's table."""
     held = {block_id for row in rows for block_id in row.block_ids}
     held.update(block_id for step in plan.rows for block_id in step.new_block_ids)
     _check_distinct("targets of loads", [load.block_id for load in plan.loads])
@@ -167,8 +167,10 @@ def _check_slot(tier: int, slot: int, key: bytes, info: EngineInfo) -> None:
 
 
 def _is_plain(step: RowStep, row: RowState | _Row, info: EngineInfo) -> bool:
-    """Whether a row computes its one token that is not, and needs no block for it: most steps are
-    so, and keep all that `_check_step` asks for, which takes longer to say what it would refuse."""
+    """Whether a row computes its one pending token, and needs no new block or drafts for it.
+
+    Most steps are like this, and need not go through the slower `_check_step`.
+    """
     return (
         step.num_tokens == 1 == row.num_tokens - row.num_computed
         and row.num_tokens < info.max_model_len
@@ -201,11 +203,11 @@ def _check_step(step: RowStep, row: RowState | _Row, info: EngineInfo) -> None:
 
 
 def _check_drafting(what: str, step: RowStep, row: RowState | _Row, info: EngineInfo) -> None:
-    """Check whose drafts a row has: the plan's, or the draft model's, which has caught up then."""
+    """Check a row's drafts: the plan's, or the draft model's, which must have caught up."""
     behind = row.num_tokens - row.num_draft_computed
     most = 0
     if info.max_draft_len and not step.draft_ids:
-        # It never runs ahead of the target: they share the blocks, and their content.
+        # It must not run ahead of the target, because they share the blocks.
         end = min(row.num_computed + step.num_tokens, info.max_draft_len)
         most = max(0, end - row.num_draft_computed)
     _check_in(f"{what}: num_draft_tokens", step.num_draft_tokens, 0, most)

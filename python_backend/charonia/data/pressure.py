@@ -1,13 +1,14 @@
-"""How many KV blocks there is memory for while an engine runs beside others on its machine.
+"""How many KV blocks fit into memory while an engine shares its machine with other processes.
 
-Owns the choice. Must not know what becomes of blocks.
+Owns the choice. Must not know how blocks are used.
 
     ├──────────────────────────── total ────────────────────────────────────────┤
     ├── others ──┬── KV cache, written ──┬───────────── available ──────────────┤
                  ├──────────── blocks in use ───────┼── spare ──┼─── reserve ───┤
 
-Blocks take memory only once they are written to, so the memory of all that are in use is as good as
-taken. Where too little is left for others, fewer are in use; where a reserve is spare, more may be.
+A block takes memory only once it is written, so the memory of all blocks in use counts as taken. If
+too little memory is left for other processes, fewer blocks may be used. If a reserve more is spare,
+more may be used.
 """
 
 import contextlib
@@ -20,26 +21,26 @@ from charonia.data.memory import Memory, available_memory
 
 _EVERY_S = 1.0
 _STEP = 16
-"""The pool changes by a sixteenth of all of its blocks at least, or not at all."""
+"""The pool changes by at least a sixteenth of all its blocks, or not at all."""
 _GROWTH = 8
-"""It grows by an eighth of all of its blocks at most in a look: what is free for a moment is not
-taken at once, and given back a second later."""
+"""It grows by at most an eighth of all its blocks at a time, so that memory which is free for a
+moment is not taken and returned a second later."""
 _STALLED = 0.1
-"""Share of the time in which all that could run waited for memory. Then there is not enough of it,
-where less than twice the reserve is free. The kernel counts the whole machine: where more is free,
-others wait at the limit of their own control group, or for a slow disk."""
+"""Share of the time in which all runnable tasks waited for memory. From this share on memory is
+short, if less than twice the reserve is free. The kernel counts the whole machine: if more is free,
+other processes wait at the limit of their own control group, or for a slow disk."""
 _PRESSURE = Path("proc/pressure/memory")
 
 
 class Pressure:
-    """Looks at the memory at most once a second.
+    """Checks the memory, at most once a second.
 
     Args:
-        num_blocks: that the KV cache has, with the null block.
-        reserve: share of all memory that is to be left for others.
-        written: tells for which share of the blocks memory was taken, as they were written to.
-        clock: seconds, monotonic. memory: tells what is available.
-        stalled: tells in how many seconds, since whenever, everything waited for memory.
+        num_blocks: of the KV cache, including the null block.
+        reserve: share of all memory to leave to other processes.
+        written: returns the share of the blocks that have taken memory, by being written.
+        clock: seconds, monotonic. memory: returns the available memory.
+        stalled: returns the total seconds in which all tasks waited for memory.
     """
 
     def __init__(
@@ -53,8 +54,8 @@ class Pressure:
         memory: Callable[[], Memory] = available_memory,
         stalled: Callable[[], float] | None = None,
     ) -> None:
-        self._most = self._num_blocks = num_blocks  # just sized by the memory that there is
-        self._num_in_use = num_blocks  # the memory of the others is given back
+        self._most = self._num_blocks = num_blocks  # just sized by the available memory
+        self._num_in_use = num_blocks  # the memory of the others was returned
         self._bytes_per_block = bytes_per_block
         self._reserve = reserve
         self._written = written
@@ -65,7 +66,7 @@ class Pressure:
         self._stalled_s = self._stalled()
 
     def num_blocks(self) -> int:
-        """For which there is memory, with the null block; at least one beside that."""
+        """The number of blocks that fit, including the null block; at least one besides it."""
         now = self._clock()
         if now >= self._looked_at + _EVERY_S:
             self._look(now - self._looked_at)
@@ -73,25 +74,25 @@ class Pressure:
         return self._num_blocks
 
     def note_plan(self, num_blocks: int | None, *, is_first: bool = False) -> None:
-        """Take note of how many blocks are in use from a plan on, with the null block.
+        """Note how many blocks are in use from a plan on, including the null block.
 
-        What requests hold is not given back before they end, so it may take many plans until that
-        are no more than there is memory for.
+        Requests keep their blocks until they end, so it may take many plans until no more are in
+        use than fit.
 
         Args:
-            num_blocks: None is all.
-            is_first: of an epoch. It says nothing: it begins with all blocks, and has yet to be
-                told for how many there is memory.
+            num_blocks: None means all.
+            is_first: whether it is the first plan of an epoch. It is ignored, because an epoch
+                begins with all blocks until it is told how many fit.
         """
         if not is_first:
             self._num_in_use = self._most if num_blocks is None else num_blocks
 
     def _look(self, seconds: float) -> None:
-        """See what there is, so many seconds after the last look."""
+        """Check the memory, `seconds` after the last check."""
         available, total, _ = self._memory()
         reserve = int(total * self._reserve)
         step = max(1, self._most // _STEP)
-        # What is written and not in use cannot be given back: its pages have others' blocks, too.
+        # Written blocks that are not in use cannot be returned if their pages contain other blocks.
         num_written = min(int(self._written() * self._most), self._num_in_use)
         room = available + num_written * self._bytes_per_block
         num_fitting = (room - reserve) // self._bytes_per_block
@@ -100,20 +101,20 @@ class Pressure:
         if num_fitting < self._num_in_use or is_stalled:
             self._num_blocks = max(2, min(self._num_in_use - step, num_fitting))
         else:
-            # What was asked for and is held is kept. A late plan has what was said before.
+            # Blocks in use stay in use. A plan in flight still has the number told before.
             as_many = max(self._num_blocks, self._num_in_use)
             num_spare = (room - 2 * reserve) // self._bytes_per_block - as_many
             growth = min(num_spare, max(1, self._most // _GROWTH)) if num_spare >= step else 0
             self._num_blocks = min(self._most, as_many + growth)
 
     def _stalled_since(self) -> float:
-        """Seconds of the time since the last look in which everything waited for memory."""
+        """Seconds since the last check in which all tasks waited for memory."""
         before, self._stalled_s = self._stalled_s, self._stalled()
         return self._stalled_s - before
 
 
 def stalled_seconds(root: Path = Path("/")) -> float:
-    """The "full" line of the kernel's pressure stall information, in all; 0 without."""
+    """Total seconds of the "full" line of the kernel's pressure stall information; 0 without it."""
     with contextlib.suppress(OSError):
         text = (root / _PRESSURE).read_text(encoding="ascii")
         if line := re.search(r"^full .* total=(\d+)$", text, re.MULTILINE):

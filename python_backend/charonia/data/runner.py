@@ -1,7 +1,7 @@
-"""The engine's own process: executes plans, in their order.
+"""The engine's own process: executes plans in order.
 
-Owns the order of a step (check, apply the diffs, compute, sample, append) and the engine's place
-in the sequence of plans. Must not know who sends plans, or why a row computes what it computes.
+Owns the order of a step (check, apply the diffs, compute, sample, append) and the engine's position
+in the sequence of plans. Must not know who sends plans, or the reasons for their contents.
 """
 
 import os
@@ -47,18 +47,18 @@ class Runner:
     """Loads a model and executes plans.
 
     Args:
-        args: which model, on which device, how large.
-        log: takes one line of progress at a time.
-        team: the other ranks; None where there are none.
+        args: the model, its device and all limits.
+        log: takes lines about the progress, one at a time.
+        team: the other ranks; None if there are none.
 
     Attributes:
-        ops: what computes.
+        ops: the operations that compute.
 
     Raises:
         CheckpointError: the checkpoint cannot be loaded.
-        ConfigError: the device is not there, its memory does not suffice, or the model cannot be
+        ConfigError: the device does not exist or has too little memory, or the model cannot be
             split among the ranks.
-        RankLostError: a rank was lost while they were loading.
+        RankLostError: a rank was lost while loading.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Runner:
     def _size(
         self, basis: Basis, models: Models, model_rank: ModelRank, draft_rank: ModelRank | None
     ) -> Sizing:
-        """See what there is memory for, together with the other ranks."""
+        """Measure how many KV blocks fit, together with the other ranks."""
 
         def run_step(pool_tokens: int) -> None:
             run_largest_step(
@@ -126,10 +126,10 @@ class Runner:
         try:
             return size(basis, models, run_step)
         except BaseException as error:
-            if self._team:  # the others are in the middle of it, and wait for this one
+            if self._team:  # they are in the middle of the step, and wait for this one
                 self._team.lose(f"rank 0: {type(error).__name__}: {error}")
                 if isinstance(error, RankLostError):
-                    self._team.check()  # who it was says more than that one was missing
+                    self._team.check()  # names the rank that was lost, if one was
             raise
 
     def _lead(self, name: str, model: PagedModel) -> Model:
@@ -154,17 +154,18 @@ class Runner:
         return self.begin(plan)()
 
     def begin(self, plan: StepPlan) -> Callable[[], StepResult]:
-        """Begin the next plan, and return what ends it.
+        """Begin the next plan; return a function that ends it.
 
-        Where the model is a pipeline, the plans that follow may begin before: they have other rows.
-        Plans end in the order in which they began.
+        If the model is a pipeline, the next plans may begin before this one ends, because they have
+        other rows. Plans must end in the order in which they began.
 
         Raises:
-            PlanRefusedError: the plan is not the next one, or something in it is out of range.
-                Nothing has changed.
-            RankLostError: there are other ranks, and they are lost, also by whatever the step
-                raised here or at its end.
-            Exception: whatever it raised, where there are none. The next plan must have `reset`.
+            PlanRefusedError: the plan is not the next one, or a value is out of range. Nothing has
+                changed.
+            RankLostError: there are other ranks, and a rank was lost. Any error of the step, here
+                or at its end, counts as such a loss.
+            Exception: the step's own error, if there are no other ranks. The next plan must have
+                `reset`.
         """
         started = time.perf_counter()
         check_plan(plan, self._progress, self._tensors.rows, self._info)
@@ -196,7 +197,7 @@ class Runner:
         return end
 
     def close(self) -> None:
-        """End the other ranks, and let go of what is kept beside the KV cache."""
+        """End the other ranks, and release the slower tiers."""
         if self._team:
             self._team.close()
         if self._tiers is not None:
@@ -204,9 +205,9 @@ class Runner:
 
     @contextmanager
     def _whole_or_not_at_all(self) -> Iterator[None]:
-        """A part of a step: where it is left early, the next plan must have `reset`.
+        """Guard a part of a step: if it fails, the next plan must have `reset`.
 
-        Where there are other ranks, they are in the middle of it then, and wait for this one.
+        Other ranks are in the middle of the step then, and wait for this one, so they are given up.
         """
         try:
             with torch.inference_mode():
@@ -228,12 +229,12 @@ class Runner:
             self._tensors.join(new)
 
     def _move_blocks(self, plan: StepPlan) -> tuple[list[int], list[int]]:
-        """Save, load, discard and copy blocks; see `StepResult` on what is returned."""
+        """Save, load, discard and copy blocks; return `StepResult`'s not_loaded, not_saved."""
         not_loaded: list[int] = []
         not_saved: list[int] = []
         if self._pressure is not None:
             self._pressure.note_plan(plan.num_blocks, is_first=plan.reset)
-        # A new epoch begins with all blocks, and has yet to be told for how many there is memory.
+        # A new epoch begins with all blocks, until it is told how many fit into memory.
         uses_all = self._has_discarded and plan.num_blocks is None and not plan.reset
         self._has_discarded = bool(plan.discards) or (self._has_discarded and not uses_all)
         has_moved = bool(plan.saves or plan.loads or plan.discards or uses_all)
@@ -258,7 +259,7 @@ class Runner:
         return not_loaded, not_saved
 
     def _guess(self, steps: list[RowStep]) -> float:
-        """Have the draft model do its part; return the seconds that it took."""
+        """Run the draft model; return the seconds that it took."""
         if self._draft_model is None or not any(step.num_draft_tokens for step in steps):
             return 0.0
         started = time.perf_counter()
@@ -267,9 +268,9 @@ class Runner:
 
 
 def _watch(basis: Basis, room: Room, kv_stores: list[KVStore]) -> Pressure | None:
-    """Looks how many blocks there is memory for; None where that is fixed.
+    """Watch how many KV blocks fit into memory; None if the number is fixed.
 
-    What torch has of a GPU's memory it shares with nobody.
+    On a GPU it is fixed too: torch does not share its memory with other processes.
     """
     args = basis.args
     is_fixed = args.num_gpu_blocks_override is not None or args.kv_cache_memory_bytes is not None
@@ -305,7 +306,7 @@ def _describe(
 
 
 def _checkpoint(args: EngineArgs) -> str:
-    """What tells the checkpoints that are served from others in the same directories."""
+    """A digest that distinguishes the served checkpoints from others in the same directories."""
     draft = args.speculative_config.model if args.speculative_config else None
     paths = [args.model] if draft is None else [args.model, draft]
     return ".".join(digest for path in paths for digest in fingerprint(Path(path)).values())

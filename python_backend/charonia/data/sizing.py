@@ -1,9 +1,9 @@
-"""How many KV blocks a rank has room for: by what is free once the largest step has been run.
+"""How many KV blocks fit on a rank, by the memory that is free after running the largest step.
 
-Owns the arithmetic and the report of it. Must not know how a step is run, or what other ranks have
-room for.
+Owns the arithmetic and its report. Must not know how a step is run, or how many blocks fit on other
+ranks.
 
-    ├── in use ──┼──────────── available, behind the step ────────────┤
+    ├── in use ──┼──────────── available, after the step ─────────────┤
                  ├── the step at its peak ──┼── KV cache ──┼── left ──┤
 """
 
@@ -24,11 +24,11 @@ _MIB = 2**20
 
 
 class Room(NamedTuple):
-    """What a rank can hold, or what all ranks of an engine do.
+    """The KV blocks that fit on a rank, or that all ranks of an engine allocate.
 
     Attributes:
-        num_blocks: for which there is memory; the least of all ranks counts.
-        slot_bytes: that a block has in all models; the most of all ranks counts.
+        num_blocks: how many fit; the ranks agree on the least.
+        slot_bytes: size of a block in all models; the ranks agree on the most.
     """
 
     num_blocks: int
@@ -36,15 +36,15 @@ class Room(NamedTuple):
 
 
 class Sizing(NamedTuple):
-    """What this rank has room for.
+    """The KV blocks that fit on this rank.
 
     Attributes:
-        num_blocks: with the null block.
-        step_bytes: what the largest step took at its peak; None where it was not run, because the
-            arguments fix the KV cache's size.
-        weight_bytes: what was in use before that step.
-        num_useful: blocks that `max_num_seqs` requests can use at most, with the null block; None
-            where the cache may be larger than that.
+        num_blocks: including the null block.
+        step_bytes: peak memory of the largest step; None if it was not run, because the arguments
+            set the KV cache's size.
+        weight_bytes: memory in use before that step.
+        num_useful: the most blocks that `max_num_seqs` requests can use, including the null block;
+            None if the cache may be larger.
     """
 
     num_blocks: int
@@ -55,14 +55,14 @@ class Sizing(NamedTuple):
 
     @property
     def room(self) -> Room:
-        """What is to be agreed upon with other ranks."""
+        """The numbers to agree upon with other ranks."""
         return Room(self.num_blocks, self.bytes_per_block)
 
     def shortage(self, num_blocks: int) -> str | None:
-        """A line for the log where there was memory for fewer blocks than can be used.
+        """A log line if fewer blocks fit than can be used, else None.
 
         Args:
-            num_blocks: what all ranks have agreed upon.
+            num_blocks: the number that all ranks have agreed upon.
         """
         if self.num_useful is None or num_blocks >= self.num_useful:
             return None
@@ -75,9 +75,10 @@ class Sizing(NamedTuple):
         """Account for this rank's memory.
 
         Args:
-            room: what all ranks have agreed upon.
-            num_local_ranks: of this machine. On a CPU they take from the same memory: each of the
-                others as much for a step as this one, and at most so much for its KV cache.
+            room: the numbers that all ranks have agreed upon.
+            num_local_ranks: ranks of this machine. On a CPU they share its memory. Each of the
+                others takes as much for a step as this one, and at most as much as `room` for its
+                KV cache.
         """
         available, total, source = _left(device)
         kv_cache = room.num_blocks * self.bytes_per_block
@@ -95,15 +96,15 @@ class Sizing(NamedTuple):
 
 
 def size(basis: Basis, models: Models, run_step: Callable[[int], None]) -> Sizing:
-    """Find how many KV blocks there is memory for. All models have the same block ids.
+    """Compute how many KV blocks fit. All models have the same block ids.
 
     Args:
-        run_step: runs the largest step, see `run_largest_step`; it gets the number of tokens that
-            the KV cache has at most.
+        run_step: runs the largest step, see `run_largest_step`. Its argument is the most tokens
+            that the KV cache can have.
 
     Raises:
-        ConfigError: there is no memory for even one block beside the null block.
-        Exception: whatever the step raised.
+        ConfigError: there is not even memory for one block besides the null block.
+        Exception: the step's own error.
     """
     args, device = basis.args, basis.device
     bytes_per_block = sum(
@@ -132,7 +133,7 @@ def size(basis: Basis, models: Models, run_step: Callable[[int], None]) -> Sizin
 
 
 def line_of(report: MemoryReport, num_blocks: int) -> str:
-    """The report as a line for the log."""
+    """The report as a log line."""
     step = "not measured" if report.step is None else f"{report.step / _MIB:.1f} MiB"
     return (
         f"memory: {report.weights / _MIB:.1f} MiB in use with the weights; largest step {step};"
@@ -143,7 +144,7 @@ def line_of(report: MemoryReport, num_blocks: int) -> str:
 
 
 def _left(device: torch.device) -> tuple[int, int, str]:
-    """What is available of a device's memory, of how much, and what limits it."""
+    """A device's available and total memory, and the source of the limit."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return free, total, str(device)
@@ -151,7 +152,7 @@ def _left(device: torch.device) -> tuple[int, int, str]:
 
 
 def _budget(args: EngineArgs, device: torch.device, step_bytes: int, num_local_ranks: int) -> int:
-    """Bytes for the KV cache beside what is in use and what a step takes."""
+    """Bytes for the KV cache, besides the memory in use and that of a step."""
     available, total, _ = _left(device)
     if device.type == "cuda":
         return int(total * args.gpu_memory_utilization) - (total - available) - step_bytes

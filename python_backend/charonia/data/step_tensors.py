@@ -1,9 +1,9 @@
 """The rows' state between steps, and the index tensors of one step.
 
-Owns what the engine remembers of each row: its tokens, its block table and its lengths. All of it
-is kept on the host, in arrays that are allocated once: a step's indices are a few numpy operations
-of a microsecond each, and go to the device as they are. Must not know the model, or whether a plan
-makes sense (`plan_check` has seen it before it comes here).
+Owns the engine's state of each row: its tokens, block table and lengths. The state is kept on the
+host, in arrays that are allocated once. A step's indices are a few numpy operations of a
+microsecond each, and are then copied to the device. Must not know the model, or whether a plan is
+valid (`plan_check` has checked it).
 """
 
 from collections.abc import Sequence
@@ -21,14 +21,14 @@ from charonia.protocol import NewRow, RowSampling, RowStep
 
 @dataclass
 class RowState:
-    """What the engine's host side knows of an occupied row.
+    """The host's state of an occupied row.
 
     ::
 
         token_ids   0 ............ num_computed ....... num_tokens ........
                     └ KV in the pages ┘└ known, not yet ┘└ drafts, in a step ┘
 
-    num_draft_computed says the same of the draft model's KV as num_computed of the target's.
+    num_draft_computed is to the draft model's KV what num_computed is to the target's.
     """
 
     sampling: RowSampling
@@ -51,8 +51,8 @@ class StepTensors:
     """Rows and a step's indices, on one device.
 
     Args:
-        num_rows: rows, i.e. max_num_seqs. max_model_len: tokens per row at most.
-        max_num_batched_tokens: tokens per step at most.
+        num_rows: number of rows, i.e. max_num_seqs. max_model_len: the most tokens of a row.
+        max_num_batched_tokens: the most tokens of a step.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class StepTensors:
         self.rows: list[RowState | None] = [None] * num_rows
         self._row_tokens = np.zeros((num_rows, max_model_len), dtype=np.int64)
         self._row_blocks = np.zeros((num_rows, max_blocks), dtype=np.int64)
-        self._count = np.arange(max_num_batched_tokens)  # of a pass of the target or the draft
+        self._count = np.arange(max_num_batched_tokens)  # for a pass of either model
 
     def clear(self) -> None:
         """Forget all rows."""
@@ -91,7 +91,7 @@ class StepTensors:
             num_draft_computed=new.num_draft_computed,
         )
         self._row_tokens[new.row, : len(new.token_ids)] = new.token_ids
-        self._row_blocks[new.row] = 0  # the null block, not those of the row's last request
+        self._row_blocks[new.row] = 0  # the null block, to remove those of the row's last request
         self._row_blocks[new.row, : len(new.block_ids)] = new.block_ids
 
     def state(self, row: int) -> RowState:
@@ -124,7 +124,7 @@ class StepTensors:
         self._row_tokens[rows, positions] = token_ids
 
     def begin(self, steps: Sequence[RowStep]) -> None:
-        """Append the steps' new blocks and drafts to their rows."""
+        """Append the new blocks and drafts of the steps to their rows."""
         for step in steps:
             if step.new_block_ids:
                 self._append_blocks(step)
@@ -136,7 +136,7 @@ class StepTensors:
         """Move the rows' cursors past the known tokens of this step.
 
         Returns:
-            what is to be computed, drafts included.
+            The tokens to compute, including drafts.
         """
         spans = []
         for step in steps:
@@ -172,7 +172,7 @@ class StepTensors:
         )
 
     def advance_draft(self, steps: Sequence[RowStep]) -> list[Span]:
-        """As `advance`, of the draft model's cursors past what it computes before it guesses."""
+        """As `advance`, for the draft model's cursors and the tokens computed before guessing."""
         spans = []
         for step in steps:
             state = self.state(step.row)
@@ -181,16 +181,16 @@ class StepTensors:
         return spans
 
     def commit(self, row: int, run: Sequence[int], num_guessed: int) -> None:
-        """Add a row's run, accepted drafts and one token more, and move its cursors to its end.
+        """Append a row's run (accepted drafts and one more token), and move its cursors to the end.
 
         Args:
-            num_guessed: drafts of the draft model. It computed all but the last one of them.
+            num_guessed: number of drafts of the draft model, which computed all but the last one.
         """
         state = self.state(row)
         num_accepted = len(run) - 1
         self._row_tokens[row, state.num_tokens : state.num_tokens + len(run)] = run
         state.num_tokens += len(run)
-        # Drafts that were rejected leave their KV behind the cursors, to be written over.
+        # KV of rejected drafts stays after the cursors, and will be overwritten.
         state.num_computed += num_accepted
         state.num_draft_computed += max(0, min(num_accepted, num_guessed - 1))
 

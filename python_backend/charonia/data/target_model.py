@@ -1,7 +1,7 @@
-"""The target model: computes some rows' steps, samples, and verifies drafts.
+"""The target model: computes the steps of rows, samples, and verifies drafts.
 
-Owns which tokens of a pass have their logits taken, and what of the drafts becomes a row's tokens.
-Must not know plans, other ranks, or who guessed the drafts.
+Owns which tokens of a pass need logits, and which drafts are accepted. Must not know plans, other
+ranks, or the origin of drafts.
 """
 
 from collections.abc import Sequence
@@ -18,14 +18,14 @@ from charonia.protocol import BlockCopy, RowResult, RowStep, TokenLogprobs
 
 
 class _PromptPart(NamedTuple):
-    """Some tokens of a prompt, and the logits that predict them."""
+    """Tokens of a prompt, and the logits that predict them."""
 
     targets: Tensor  # [lines]
     logits: PendingLogits
 
 
 class PendingStep(NamedTuple):
-    """A step whose tokens are computed, or will be as soon as the pipeline's end has them."""
+    """A step whose tokens are computed, or are still passing through the pipeline."""
 
     rows: list[RowStep]
     prompts: list[list[_PromptPart] | None]  # of each row
@@ -35,11 +35,11 @@ class PendingStep(NamedTuple):
 
 
 class TargetModel:
-    """Computes steps, each in two parts: what is computed, and what is made of the logits.
+    """Computes steps, each in two parts: the pass of the model, and sampling from its logits.
 
     Args:
-        tensors: the rows, whose cursors it moves.
-        synthetic_rate: how many drafts are accepted whatever they are; None to verify them.
+        tensors: the rows; this moves their cursors.
+        synthetic_rate: probability of accepting a draft, whatever it is; None verifies drafts.
     """
 
     def __init__(
@@ -55,10 +55,10 @@ class TargetModel:
         self._synthetic_rate = synthetic_rate
 
     def begin(self, steps: list[RowStep]) -> PendingStep:
-        """Have the model compute the steps, up to the logits to sample from.
+        """Start the model's pass over the steps, up to the logits to sample from.
 
-        Rows whose cursor reached their last known token sample. Every draft's place is a line of
-        its own, with the tokens before it as its history.
+        A row samples if its cursor has reached its last known token. Each of its drafts has a line
+        of logits of its own, whose history is all tokens before it.
         """
         batch = self._tensors.batch(self._tensors.advance(steps))
         sampling: list[RowStep] = []
@@ -81,7 +81,7 @@ class TargetModel:
         return PendingStep(steps, prompts, sampling, rows, logits)
 
     def end(self, step: PendingStep) -> list[RowResult]:
-        """Sample, and append what was sampled to the rows."""
+        """Sample, and append the sampled tokens to the rows."""
         runs: dict[int, tuple[list[int], list[TokenLogprobs] | None]] = {}
         if step.sampling:
             sampled, first = self._sampler.sample(step.logits(), step.lines), 0
@@ -103,7 +103,7 @@ class TargetModel:
     def _verify(
         self, step: RowStep, sampled: list[Sampled]
     ) -> tuple[list[int], list[TokenLogprobs] | None]:
-        """Append a row's run: what was sampled, up to the first that is not the draft."""
+        """Append a row's run: the sampled tokens, up to the first that differs from the draft."""
         token_ids = [one.token_id for one in sampled]
         if step.num_drafts:
             drafts = self._tensors.drafts(step.row, step.num_drafts)
@@ -124,10 +124,10 @@ class TargetModel:
         ] if has_logprobs else None
 
     def _prompt_logits(self, step: RowStep, start: int) -> list[_PromptPart] | None:
-        """Ask for what is needed to score the prompt tokens that this step's tokens predict.
+        """Request the logits for scoring the prompt tokens that this step's tokens predict.
 
         Args:
-            start: the first of this row's tokens in the pass.
+            start: index in the pass of the row's first token.
         """
         state = self._tensors.state(step.row)
         if state.sampling.num_prompt_logprobs < 0:
@@ -145,7 +145,7 @@ class TargetModel:
     def _prompt_logprobs(
         self, step: RowStep, parts: list[_PromptPart] | None
     ) -> list[TokenLogprobs] | None:
-        """Log-probabilities of prompt tokens, some at a time."""
+        """Log-probabilities of prompt tokens, one slice at a time."""
         if parts is None:
             return None
         k = self._tensors.state(step.row).sampling.num_prompt_logprobs

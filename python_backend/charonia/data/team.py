@@ -1,7 +1,7 @@
-"""The other ranks of an engine, as the engine's own process sees them.
+"""The other ranks of an engine, from the view of the engine's own process.
 
-Owns the protocol alone: `parallel.team` implements it. Must not know how ranks are started or what
-is said between them.
+Owns the protocol only: `parallel.team` implements it. Must not know how ranks are started, or their
+messages.
 """
 
 from collections.abc import Callable
@@ -15,54 +15,54 @@ from charonia.protocol import Collectives, EngineInfo, StepPlan
 
 
 class Team(Protocol):
-    """The ranks of an engine, as the one that runs the steps sees them."""
+    """The ranks of an engine, from the view of the rank that runs the steps."""
 
     @property
     def local_rank(self) -> LocalRank:
-        """This process among those on its machine."""
+        """This rank's place among those of its machine."""
         ...
 
     def join(self, basis: Basis) -> tuple[ModelRank, ModelRank | None]:
-        """Meet the others; return this rank's part in the target and in the draft model."""
+        """Wait for the other ranks; return this one's parts of the target and draft models."""
         ...
 
     def measure(self) -> None:
-        """Wait until all have loaded, and have them run the largest step with this one."""
+        """Wait until all ranks have loaded, and have them run the largest step with this one."""
         ...
 
     def agree(self, room: Room) -> Room:
-        """Return what the ranks all have room for, and have all take that."""
+        """Agree on the KV blocks that fit on all ranks, and have all ranks allocate them."""
         ...
 
     def move(self, plan: StepPlan, *, uses_all: bool) -> Callable[[], tuple[set[int], set[int]]]:
-        """Have the other ranks move a plan's blocks between tiers, and discard others.
+        """Have the other ranks move a plan's blocks between tiers and discard blocks.
 
         Args:
             uses_all: whether all blocks are in use again, see `KVStore.use_all`.
 
         Returns:
-            Tells what one of them has not loaded and not saved, as `StepResult` does.
+            A function that returns what any of them could not load and save, as `StepResult` does.
         """
         ...
 
     def lead(self, name: str, model: PagedModel) -> Model:
-        """Have the other ranks that are in model `name` follow what is computed with it."""
+        """Wrap a model so that the other ranks with parts of it compute the same."""
         ...
 
     def describe(self, info: EngineInfo) -> EngineInfo:
-        """Add what there is to know of the ranks."""
+        """Add the information about the ranks."""
         ...
 
     def collectives(self) -> Collectives:
-        """What was exchanged since the last call."""
+        """Counters of the operations since the last call."""
         ...
 
     def lose(self, reason: str) -> None:
-        """The ranks no longer do the same: there is no going on."""
+        """Give up the engine: its ranks are no longer in step."""
         ...
 
     def check(self) -> None:
-        """Raises RankLostError, with the first reason, when there is no going on."""
+        """Raise RankLostError, with the first reason, if a rank was lost."""
         ...
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""How much memory this process takes of a device: now, and at most while something is done.
+"""The memory of a device that this process uses: now, and at the peak of some work.
 
-Owns reading and resetting the counters of the kernel and of torch. Must not know what the memory
-is for, or how much is left (`memory`).
+Owns reading and resetting the counters of the kernel and of torch. Must not know what the memory is
+used for, or how much is left (`memory`).
 """
 
 import contextlib
@@ -15,22 +15,22 @@ import torch
 
 _STATUS = Path("/proc/self/status")
 _RESET = Path("/proc/self/clear_refs")
-_RESET_PEAK = "5"  # man 5 proc: resets the peak resident set size to the size at present
+_RESET_PEAK = "5"  # man 5 proc: resets the peak resident set size to the current one
 
 
 def used_bytes(device: torch.device) -> int:
-    """What this process holds: on a CPU its resident set, on a GPU what torch has allocated."""
+    """The memory of this process: on a CPU its resident set, on a GPU torch's allocations."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     return int(psutil.Process().memory_info().rss)
 
 
 def transient_bytes(work: Callable[[], None], device: torch.device) -> int:
-    """Do some work, and return what it held at its peak beyond what is still held behind it.
+    """Run some work; return its peak memory beyond what stays allocated afterwards.
 
-    What stays (a library's workspace, buffers that are kept) is in what is left of the device's
-    memory from then on, so it is not counted here. Where the kernel does not let the peak be reset
-    it is that of the whole process so far, which is no less.
+    Memory that stays allocated (a library's workspace, buffers that are kept) is not counted,
+    because it already reduces the device's available memory. If the kernel does not allow resetting
+    the peak, that of the whole process so far is used, which is at least as high.
     """
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -1,6 +1,6 @@
-"""What a block contains, in all models of a rank, as bytes that this process can read and write.
+"""The content of a block, in all models of a rank, as bytes in host memory.
 
-Owns the way between a device's pages and the host. Must not know slots or keys.
+Owns copying between a device's pages and the host. Must not know slots or keys.
 """
 
 from collections.abc import Sequence
@@ -16,13 +16,15 @@ from charonia.data.kv_tiers.slots import Pieces
 class BlockBytes:
     """Blocks as pieces of bytes: one for the keys of each layer, and one for its values.
 
-    On a CPU the pieces are the pages themselves. Of a device they are a copy, one at a time.
+    On a CPU the pieces are the pages themselves. On another device they are a copy of one block, in
+    a single buffer.
 
     Args:
-        stores: of the target and, where this rank has it, of the draft model; of as many blocks.
+        stores: of the target, and of the draft model if this rank has a part of it; with the same
+            number of blocks.
 
     Attributes:
-        num_bytes: of one block.
+        num_bytes: the size of one block.
     """
 
     def __init__(self, stores: Sequence[KVStore]) -> None:
@@ -43,23 +45,23 @@ class BlockBytes:
             self._staged = list(torch.split(stage, sizes))
 
     def read(self, block_id: int) -> Pieces:
-        """A block's content; of a device, until the next call."""
+        """Read a block's content. On a device other than a CPU it is valid until the next call."""
         for page, staged in zip(self._pages, self._staged, strict=False):
             staged.copy_(page[block_id])
         return self.pieces(block_id)
 
     def pieces(self, block_id: int) -> Pieces:
-        """What is to be filled with a block's content; `write` comes next."""
+        """The pieces to fill with a block's content, before calling `write`."""
         if self._staged:
             return [staged.numpy() for staged in self._staged]
         return [page[block_id] for page in self._on_host]
 
     def write(self, block_id: int) -> None:
-        """Have a block contain what its pieces were filled with."""
+        """Write the filled pieces to a block."""
         for page, staged in zip(self._pages, self._staged, strict=False):
             page[block_id].copy_(staged)
 
     def clear(self, block_id: int) -> None:
-        """Have a block contain zeros."""
+        """Fill a block with zeros."""
         for page in self._pages:
             page[block_id].zero_()

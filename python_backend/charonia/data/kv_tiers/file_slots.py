@@ -1,19 +1,18 @@
-"""Slots in a file, which outlive the process, the server and the machine's next start.
+"""Slots in a file, which outlive the process, the server and a reboot.
 
-Owns the file's format, and what of it is believed. Must not know blocks, nor other files.
+Owns the file's format, and checking what is read from it. Must not know blocks or other files.
 
     header    4,096 bytes: identity, size and secret, with a checksum
     groups    of 64 slots, the last one of fewer:
       records   64 bytes for each slot: key, checksum of key and content, and one of the record
       slots     each a whole number of 4,096 bytes
 
-A file is of one identity (an engine's model, version and part), and is used by one process at a
-time; see `slot_files`. It grows and shrinks at its end, so what is in the other slots is kept. A
-record is taken back before its slot is written, and written after it, so a process that is killed
-meanwhile leaves an empty slot. What a machine leaves that loses its power, or a full disk, or a
-damaged file is found by the checksums, which are compared whenever something is loaded. Nothing is
-mapped into memory: where a file is cut off, a read says so, while an access to mapped memory ends
-the process.
+A file belongs to one identity (an engine's model, version and part), and one process at a time uses
+it; see `slot_files`. It grows and shrinks at its end, so the other slots are kept. A slot's record
+is cleared before the slot is written, and rewritten afterwards, so a process that is killed in
+between leaves an empty slot. Checksums, which are compared at every load, detect the damage of a
+power failure, a full disk or a damaged file. The file is not mapped into memory: a read of a
+truncated file returns an error, but an access to mapped memory would end the process.
 """
 
 import contextlib
@@ -49,20 +48,20 @@ _GIB = 2**30
 _RECORD = struct.Struct(f"<Q?{KEY_BYTES}s16s15x8s")  # number of the save, draft, key, two sums
 _GROUP = PAGE // _RECORD.size
 _EXTENT_BYTES = 32
-"""That a file system takes at most to note where a slot lies, as far as they lie apart."""
+"""The most bytes that a file system takes to record the location of a slot."""
 _MAX_BUFFERS = 512
-"""That one call reads or writes."""
+"""The most buffers that one call reads or writes."""
 SECRET_BYTES = 32
 
 
 def bytes_for(num_slots: int, slot_bytes: int) -> int:
-    """What a file of so many slots takes of the file system, at most."""
+    """The most bytes of the file system that a file with this many slots takes."""
     notes = -(-num_slots * _EXTENT_BYTES // PAGE) * PAGE
     return _Places(slot_bytes).end(num_slots) + PAGE + notes
 
 
 def num_slots_in(num_bytes: int, slot_bytes: int) -> int:
-    """How many slots a file has that takes no more than so many bytes."""
+    """The most slots of a file that takes at most `num_bytes`."""
     each = _Places(slot_bytes).stride + _RECORD.size + _EXTENT_BYTES
     num_slots = max(num_bytes // each, 0)
     while num_slots and bytes_for(num_slots, slot_bytes) > num_bytes:
@@ -71,7 +70,7 @@ def num_slots_in(num_bytes: int, slot_bytes: int) -> int:
 
 
 class _Places:
-    """Where things lie in a file."""
+    """The offsets in a file."""
 
     def __init__(self, slot_bytes: int) -> None:
         self.stride = -(-slot_bytes // PAGE) * PAGE
@@ -88,7 +87,7 @@ class _Places:
         return self.records(group) + PAGE + place * self.stride
 
     def end(self, num_slots: int) -> int:
-        """Of a file."""
+        """The size of a file."""
         return self.slot(num_slots - 1) + self.stride
 
 
@@ -96,19 +95,19 @@ class FileSlots:
     """Implements `Slots`.
 
     Args:
-        directory: for all files; it is made where there is none.
-        num_slots, slot_bytes: how many, and how large each of them is. A file that had another
-            number of them keeps what is in those that it still has.
-        most_bytes: that the file may have; see `slot_files` on what this means for others.
+        directory: for all files; it is created if it does not exist.
+        num_slots, slot_bytes: the number of slots, and the size of each. A file that had another
+            number of slots keeps the contents of those that remain.
+        most_bytes: that the file may have; see `slot_files` on how this affects other files.
         label: see `Header`.
-        num_files: that an engine has on this machine, each of which needs as much.
+        num_files: how many such files the engine has on this machine.
         log: takes one line.
 
     Attributes:
-        secret: that was made for the file and stays with it.
+        secret: random, created with the file and kept in it.
 
     Raises:
-        ConfigError: there can be no such file.
+        ConfigError: such a file cannot be created.
     """
 
     name: Literal["file"] = "file"
@@ -193,7 +192,7 @@ class FileSlots:
             self._write_record(slot, b"\0" * _RECORD.size)
 
     def close(self) -> None:
-        """See `Slots`. What is in the file stays there; it may be closed again."""
+        """See `Slots`. The contents of the file stay. It may be closed repeatedly."""
         if self._file >= 0:
             with contextlib.suppress(OSError):
                 note_use(self._file)
@@ -201,7 +200,7 @@ class FileSlots:
             self._file = -1
 
     def _open(self, wanted: Header) -> None:
-        """Go on with what is in the file, or begin anew."""
+        """Take over the contents of the file, or clear it."""
         size = self._places.end(self.num_slots)
         found = read_header(self._file)
         if reason := _why_not(found, wanted):
@@ -224,7 +223,7 @@ class FileSlots:
             self._log(event("kv_file_resized", was=found.num_slots, slots=num_slots, kept=num_kept))
 
     def _give_up(self) -> None:
-        """Close the file, and leave nothing where nothing was."""
+        """Close the file, and remove it if it is empty."""
         with contextlib.suppress(OSError):
             if not os.fstat(self._file).st_size:
                 self.path.unlink()
@@ -252,7 +251,7 @@ class FileSlots:
                 if not any(packed):
                     continue
                 *record, checksum = _RECORD.unpack(packed)
-                if slot >= self.num_slots:  # it was one once
+                if slot >= self.num_slots:  # a slot of the file when it was larger
                     self._write_record(slot, b"\0" * _RECORD.size)
                 elif checksum == _record_sum(slot, packed[: -len(checksum)]):
                     self._records[slot] = tuple(record)
@@ -273,7 +272,7 @@ def _pack(slot: int, record: tuple[int, bool, bytes, bytes]) -> bytes:
 
 
 def _record_sum(slot: int, packed: bytes) -> bytes:
-    """Of a record without its checksum; another slot's is no good in this one."""
+    """Checksum of a record. It includes the slot, so a record is valid only there."""
     return _sum64(slot.to_bytes(8, "little") + packed)
 
 
@@ -289,7 +288,7 @@ def _checksum(key: bytes, pieces: Pieces) -> bytes:
 
 
 def _write(file: int, pieces: Pieces, offset: int) -> None:
-    """Raises OSError where not all of it can be written."""
+    """Raise OSError if not all of it can be written."""
     for some in _batches(pieces):
         num_bytes = sum(map(len, some))
         if os.pwritev(file, some, offset) != num_bytes:
@@ -298,7 +297,7 @@ def _write(file: int, pieces: Pieces, offset: int) -> None:
 
 
 def _read(file: int, pieces: Pieces, offset: int) -> bool:
-    """Fill `pieces`; False where the file ends before."""
+    """Fill `pieces`; False if the file ends before."""
     for some in _batches(pieces):
         num_bytes = sum(map(len, some))
         if os.preadv(file, some, offset) != num_bytes:
@@ -312,7 +311,7 @@ def _batches(pieces: Pieces) -> list[Any]:
 
 
 def _why_not(found: Header | None, wanted: Header) -> str | None:
-    """Why what a file contains is of no use; None where it is."""
+    """Why the contents of a file cannot be used; None if they can."""
     if found is None:
         return "its header is damaged, or of another version"
     if found.format != wanted.format:

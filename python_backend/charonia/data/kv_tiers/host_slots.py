@@ -1,4 +1,4 @@
-"""Slots in this process's memory, which end with it.
+"""Slots in this process's memory. They end with the process.
 
 Owns that memory. Must not know blocks.
 """
@@ -14,10 +14,10 @@ from charonia.protocol import SlotContent
 
 
 class HostSlots:
-    """Implements `Slots`. Memory is taken as slots are first used.
+    """Implements `Slots`. A slot takes memory from its first use on.
 
     Args:
-        num_slots, slot_bytes: how many, and how large each of them is.
+        num_slots, slot_bytes: the number of slots, and the size of each.
     """
 
     name: Literal["host"] = "host"

@@ -1,6 +1,8 @@
-"""What a block's content depends on beside its key, so that no engine takes another one's for it.
+"""Everything that a block's content depends on besides its key.
 
-Owns which things these are, and the words for them. Must not know where contents are kept.
+It keeps an engine from loading blocks of a different one.
+
+Owns the list of these facts, and their names. Must not know where contents are stored.
 """
 
 import hashlib
@@ -21,16 +23,16 @@ from charonia.version import VERSION
 
 _PACKAGE = Path(__file__).parents[2]
 _Facts = dict[str, str]
-"""By the words for them."""
+"""Facts by name."""
 _DIGEST = "digest "
-"""What begins so says nothing to a reader."""
+"""Prefix of values that mean nothing to a reader."""
 
 
 class Identity(NamedTuple):
-    """All that a content depends on beside its key.
+    """Everything that a block's content depends on besides its key.
 
     Attributes:
-        engine: what is the same for all ranks of an engine. part: what is not.
+        engine: facts common to all ranks of an engine. part: facts of one rank.
     """
 
     engine: bytes
@@ -38,7 +40,7 @@ class Identity(NamedTuple):
 
 
 def identity_of(basis: Basis, models: Models, place: Place) -> Identity:
-    """All that a block's content depends on beside its key, on one rank.
+    """The identity of one rank's blocks.
 
     Raises:
         CheckpointError: files of a checkpoint are missing or damaged.
@@ -71,13 +73,13 @@ def identity_of(basis: Basis, models: Models, place: Place) -> Identity:
 
 
 def label_of(args: EngineArgs, place: Place) -> str:
-    """The same for a rank of engines whose checkpoint is in the same place, whatever it is."""
+    """A label of a rank, equal for all engines with the same path of the checkpoint."""
     path = hashlib.blake2b(os.fsencode(os.path.realpath(args.model)), digest_size=16)
     return f"{path.hexdigest()} {place.part} {place.stage}"
 
 
 def differences(found: bytes, own: bytes) -> str:
-    """What makes an engine differ from this one, in words.
+    """Describe how an engine differs from this one.
 
     Args:
         found, own: `Identity.engine` of both.
@@ -97,7 +99,7 @@ def differences(found: bytes, own: bytes) -> str:
 
 
 def _digest_of_sources() -> str:
-    """Of this package: what computes K and V, lays them out, and makes their keys."""
+    """Digest of this package, which computes K and V, defines their layout and their keys."""
     digest = hashlib.blake2b(digest_size=16)
     for path in sorted(_PACKAGE.rglob("*.py")):
         digest.update(hashlib.blake2b(path.read_bytes()).digest())
@@ -105,7 +107,7 @@ def _digest_of_sources() -> str:
 
 
 def _checkpoint(model_dir: Path, name: str) -> _Facts:
-    """What tells a checkpoint from another one, or from itself before it was written to."""
+    """Facts that identify a checkpoint, and its version."""
     facts: _Facts = {
         f"{what} of {name}": _DIGEST + one for what, one in fingerprint(model_dir).items()
     }

@@ -1,20 +1,21 @@
-"""Files of slots in a directory: which of them one may use, and which of them go.
+"""The slot files of a directory: which of them a process uses, and which are removed.
 
-Owns their names, their headers and who has them. Must not know what is behind a header.
+Owns their names, headers and locks. Must not know the data after a header.
 
     charonia-<engine>-<part>-<number>.kv
 
-The first two are digests of an identity. The number tells files of one identity apart, which equal
-engines use at the same time; what has the same engine and number belongs to the ranks of one.
+The first two are digests of an identity. The number distinguishes files of one identity, which
+equal engines use at the same time. Files with the same engine and number belong to the ranks of one
+engine.
 
-Whoever uses a file holds a lock on it, so a file without one is idle. Who begins looks for a file
-and then at all others, and locks those that are idle meanwhile. It holds a lock on the directory as
-it does so, or another one that begins would take these for used.
+A process that uses a file holds a lock on it, so a file without a lock is idle. A starting process
+first takes a file, then examines all others and locks the idle ones for that time. Meanwhile it
+holds a lock on the directory, or another starting process would take those files for used.
 
-When one begins, idle files are removed, the least recently used first, until what is left of them
-needs no more space than all files of one engine together may have, whichever may have most. So
-equal servers that end together find all of their files, whoever comes first, and whatever a
-server of another model allows itself.
+At a start, idle files are removed, the least recently used first, until the rest needs no more
+space than the files of one engine may have, taking the engine with the highest limit. So equal
+servers that end together find all of their files again, in any order of starts, and whatever the
+limit of a server of another model.
 """
 
 import contextlib
@@ -37,27 +38,28 @@ from charonia.events import event
 
 PAGE = 4096
 STORAGE_UNIT = 512
-"""Bytes, of what `stat` tells of a file's blocks."""
+"""Bytes per block in the result of `stat`."""
 FORMAT = 2
 _MAX_FILES = 64
-"""Of one identity in a directory, so of processes that use it at the same time."""
+"""The most files of one identity in a directory, and so of processes that use it at the same
+time."""
 _MAX_EXPLAINED = 4
 _PATIENCE_S = 10.0
-"""For others that begin; who holds on to the directory for longer is not waited for."""
+"""How long to wait for other starting processes that hold the directory's lock."""
 _PREFIX, _SUFFIX = "charonia-", ".kv"
 _NOT_OURS = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.EISDIR, errno.ENXIO)
-"""Why a file that is there cannot be opened: it is another user's, or no file."""
+"""Errors of opening an existing path that is another user's file, or not a file."""
 
 
 class Header(msgspec.Struct, frozen=True):
-    """What a file says of itself, in its first page.
+    """The header of a file, in its first page.
 
     Attributes:
-        num_slots, slot_bytes: how many, and how large each of them is.
-        secret: that was made for the file.
-        label: the same for files of one model and rank, whatever else their identities say.
-        most_bytes: that the file may have.
-        format: of all that is behind the header.
+        num_slots, slot_bytes: the number of slots, and the size of each.
+        secret: random, created with the file.
+        label: equal for files of one model and rank, even if their identities differ.
+        most_bytes: the size that the file may have.
+        format: version of the data after the header.
     """
 
     identity: Identity
@@ -70,7 +72,7 @@ class Header(msgspec.Struct, frozen=True):
 
 
 def read_header(file: int) -> Header | None:
-    """None where the file is new, or not to be believed."""
+    """Read a file's header; None if the file is new or the header damaged."""
     data = os.pread(file, PAGE, 0)
     length = int.from_bytes(data[8:12], "little")
     header = data[12 : 12 + length]
@@ -81,7 +83,7 @@ def read_header(file: int) -> Header | None:
 
 
 def write_header(file: int, header: Header) -> None:
-    """Write a file's header, in place of what is there.
+    """Write a file's header.
 
     Raises:
         OSError: it cannot be written.
@@ -95,7 +97,7 @@ def write_header(file: int, header: Header) -> None:
 
 @contextlib.contextmanager
 def alone_in(directory: Path) -> Iterator[None]:
-    """Have others that begin wait, where the file system can do that."""
+    """Hold the directory's lock, if the file system supports it."""
     with contextlib.ExitStack() as at_end:
         with contextlib.suppress(OSError):
             file = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -107,12 +109,12 @@ def alone_in(directory: Path) -> Iterator[None]:
 
 
 def take_file(directory: Path, identity: Identity) -> tuple[Path, int]:
-    """The first file of an identity that nobody uses, which is this user's: where it is, and open.
+    """Open this user's first idle file of an identity; return its path and descriptor.
 
-    It is made where there is none.
+    It is created if there is none.
 
     Raises:
-        OSError: it cannot be made, or there are too many.
+        OSError: the file cannot be created, or there are too many.
     """
     engine, part = (hashlib.blake2b(one, digest_size=6).hexdigest() for one in identity)
     for number in range(_MAX_FILES):
@@ -136,28 +138,28 @@ def take_file(directory: Path, identity: Identity) -> tuple[Path, int]:
 
 
 def note_use(file: int) -> None:
-    """A file is used now; of idle ones those go first that were used least recently.
+    """Note that a file is used now. Least recently used files are removed first.
 
     Raises:
-        OSError: the file system does not take note of it.
+        OSError: the file system cannot record it.
     """
-    now = time.time_ns()  # the kernel's own clock for files is a coarse one
+    now = time.time_ns()  # the kernel's own clock for files is coarse
     os.utime(file, ns=(now, now))
 
 
 def tend_others(
     directory: Path, own: Path, header: Header, *, is_empty: bool, log: Callable[[str], None]
 ) -> None:
-    """Say why no other file is used, and remove idle ones where they are too many.
+    """Log why other files of the model are not used, and remove idle files if there are too many.
 
     Args:
-        own: where the file of `header` is. is_empty: whether nothing was found in it.
+        own: path of the file with `header`. is_empty: whether it has no content.
         log: takes one line.
     """
     with contextlib.ExitStack() as locks:
         paths = directory.glob(f"{_PREFIX}*{_SUFFIX}")
         files = [file for path in paths if (file := _look_at(path, own, locks)) is not None]
-        # The newest come last.
+        # The most recently used come last.
         files.sort(key=lambda file: file.used_ns)
         if is_empty:
             _explain(files, header, log)
@@ -179,8 +181,8 @@ class _File(NamedTuple):
     """One of this user's files.
 
     Attributes:
-        is_idle: whether nobody uses it, nor will a rank of this engine that is about to begin.
-        num_bytes: that it takes of the file system. used_ns: when it was used last.
+        is_idle: whether it is not used, and not reserved for a starting rank of this engine.
+        num_bytes: that it takes of the file system. used_ns: time of its last use.
     """
 
     path: Path
@@ -196,7 +198,7 @@ class _File(NamedTuple):
 
 
 def _look_at(path: Path, own: Path, locks: contextlib.ExitStack) -> _File | None:
-    """A file, locked until `locks` ends where it is idle; None where it is not this user's."""
+    """Examine a file; None if it is not this user's. If idle it is locked until `locks` ends."""
     name, own_name = _Name.of(path), _Name.of(own)
     assert own_name is not None
     if name is None:
@@ -219,7 +221,7 @@ def _look_at(path: Path, own: Path, locks: contextlib.ExitStack) -> _File | None
 
 
 def _explain(files: Sequence[_File], own: Header, log: Callable[[str], None]) -> None:
-    """Say why idle files of the same model and rank are not used, the newest first."""
+    """Log why idle files of the same model and rank are not used, the most recent first."""
     headers = [(file.path, file.header) for file in reversed(files) if file.is_idle and file.header]
     reasons = [
         (path, differences(header.identity.engine, own.identity.engine))
@@ -231,10 +233,10 @@ def _explain(files: Sequence[_File], own: Header, log: Callable[[str], None]) ->
 
 
 def _remove_idle(files: Sequence[_File], log: Callable[[str], None]) -> None:
-    """Remove idle files until few are left.
+    """Remove idle files until the rest is within the limit.
 
     Args:
-        files: all in the directory, those least recently used first.
+        files: all files of the directory, least recently used first.
     """
     idle = [file for file in files if file.is_idle]
     num_bytes = sum(file.num_bytes for file in idle)
@@ -256,7 +258,7 @@ def _remove_idle(files: Sequence[_File], log: Callable[[str], None]) -> None:
 
 
 def _is_own(path: Path, file: int) -> bool:
-    """Whether an open file is one of this user's, and was not removed meanwhile."""
+    """Whether an open file belongs to this user, and was not removed meanwhile."""
     status = os.fstat(file)
     with contextlib.suppress(FileNotFoundError):
         is_there = os.path.samestat(path.stat(), status)

@@ -1,6 +1,6 @@
-"""What a slower tier of the KV cache is: numbered slots, each with the content of one block.
+"""The interface of a slower tier of the KV cache: numbered slots, each for one block's content.
 
-Owns the protocol. Must not know where the slots lie, nor which of them is worth keeping.
+Owns the protocol. Must not know where the slots are stored, or which contents are worth keeping.
 """
 
 from collections.abc import Sequence
@@ -12,31 +12,31 @@ from numpy.typing import NDArray
 from charonia.protocol import SlotContent
 
 Pieces = Sequence[NDArray[np.uint8]]
-"""Of one block, always the same number, of the same sizes, in the same order."""
+"""The memory of one block: the same number of arrays, sizes and order for every block."""
 
 
 class Slots(Protocol):
-    """Slots of one tier, of one rank."""
+    """The slots of one tier of one rank."""
 
     @property
     def name(self) -> Literal["host", "file"]:
-        """Of the tier."""
+        """The tier's name."""
         ...
 
     @property
     def num_slots(self) -> int:
-        """They have numbers below this."""
+        """The number of slots; their numbers are below it."""
         ...
 
     def contents(self) -> list[SlotContent]:
-        """What they contain, in the order in which it was saved."""
+        """The contents of the slots, in the order of their saves."""
         ...
 
     def save(self, slot: int, key: bytes, has_draft: bool, pieces: Pieces) -> bool:
-        """Keep a block's content in place of what is there.
+        """Save a block's content, in place of the slot's previous content.
 
         Returns:
-            Whether it is kept. Else the slot is empty.
+            Whether it was saved. If not, the slot is empty.
         """
         ...
 
@@ -44,14 +44,14 @@ class Slots(Protocol):
         """Fill `pieces` with the content of a key.
 
         Returns:
-            Whether the slot has it, whole. Else what is in `pieces` means nothing.
+            Whether the slot has it, undamaged. If not, `pieces` has arbitrary data.
         """
         ...
 
     def forget(self, slot: int) -> None:
-        """What a slot contains is of no use."""
+        """Clear a slot."""
         ...
 
     def close(self) -> None:
-        """Let go of what the slots lie in."""
+        """Release the memory or file of the slots."""
         ...

@@ -1,7 +1,7 @@
-"""The slower tiers of one rank's KV cache, as its engine was asked to have them.
+"""The slower tiers of one rank's KV cache, as the engine's arguments configure them.
 
-Owns which tiers there are, and the way of a block to a slot and back. Must not know which blocks
-are worth keeping: plans say what is saved and loaded.
+Owns the list of tiers, and copying blocks to slots and back. Must not know which blocks are worth
+keeping: plans say what is saved and loaded.
 
     pages (device) ── BlockBytes ──► HostSlots    memory, `swap_space`
                                 └──► FileSlots    a file, `kv_cache_path`
@@ -40,15 +40,14 @@ def make_tiers(
     *,
     log: Callable[[str], None],
 ) -> "KVTiers | None":
-    """The tiers that an engine's arguments ask for; None where that is none.
+    """Create the tiers that an engine's arguments configure; None if there are none.
 
     Args:
-        kv: of these models. place: of this rank in the target.
-        slot_bytes: see `Room`; of all ranks.
-        log: takes one line.
+        kv: the KV caches of these models. place: of this rank in the target.
+        slot_bytes: the most of all ranks, see `Room`. log: takes one line.
 
     Raises:
-        ConfigError: there can be no file where one is asked for, or there is no room for a block.
+        ConfigError: a file cannot be created, or there is no space for a block.
         CheckpointError: files of a checkpoint are missing or damaged.
     """
     sizes = TierSizes.of(basis.args, slot_bytes)
@@ -56,7 +55,7 @@ def make_tiers(
         return None
     stores = [store for store in kv if store is not None]
     num_ranks, memory = basis.local_rank.count, available_memory()
-    # A CPU's KV cache takes its memory as it is written to.
+    # On a CPU the KV cache takes memory only as it is written.
     kv_bytes = sum(store.num_bytes for store in stores) if basis.device.type == "cpu" else 0
     available = max(memory.available - num_ranks * kv_bytes, 0)
     if sizes.host * slot_bytes * num_ranks > available:
@@ -76,12 +75,12 @@ class KVTiers:
 
     Args:
         stores: the KV caches of this rank.
-        num_slots: of each tier. slot_bytes: see `Room`; of all ranks.
-        make_file: makes a `FileSlots` of a directory, a number of slots, their bytes, and the
-            bytes of all.
+        num_slots: of each tier. slot_bytes: the most of all ranks, see `Room`.
+        make_file: creates a `FileSlots` from a directory, the number of slots, their size, and the
+            file's maximum size.
 
     Raises:
-        ConfigError: there can be no file where one is asked for.
+        ConfigError: a file cannot be created.
     """
 
     def __init__(
@@ -110,7 +109,7 @@ class KVTiers:
             self._secret = file.secret
 
     def kept(self) -> KeptBlocks:
-        """What the tiers contain at this moment."""
+        """The current contents of the tiers."""
         tiers = [
             TierInfo(name=slots.name, num_slots=slots.num_slots, contents=slots.contents())
             for slots in self._slots
@@ -118,7 +117,7 @@ class KVTiers:
         return KeptBlocks(hash_secret=self._secret, slot_bytes=self._slot_bytes, tiers=tiers)
 
     def save(self, saves: Sequence[BlockSave]) -> list[int]:
-        """Save blocks, one after the other; the places of those that are not kept are returned."""
+        """Save blocks in order; return the indices of those that failed."""
         not_saved = []
         for place, one in enumerate(saves):
             pieces = self._blocks.read(one.block_id)
@@ -127,7 +126,7 @@ class KVTiers:
         return not_saved
 
     def load(self, loads: Sequence[BlockLoad]) -> list[int]:
-        """Load blocks; those for which that fails contain zeros then, and are returned."""
+        """Load blocks; return the ids of those that failed, which are filled with zeros."""
         not_loaded = []
         for one in loads:
             pieces = self._blocks.pieces(one.block_id)
@@ -139,31 +138,32 @@ class KVTiers:
         return not_loaded
 
     def forget(self, moves: Sequence[BlockLoad] | Sequence[BlockSave]) -> None:
-        """Forget what was loaded or saved here, and could not be on another rank."""
+        """Clear slots whose load or save failed on another rank."""
         for one in moves:
             self._slots[one.tier].forget(one.slot)
 
     def close(self) -> None:
-        """Let go of the tiers."""
+        """Release the tiers."""
         for slots in self._slots:
             slots.close()
 
 
 class TierSizes(msgspec.Struct, frozen=True):
-    """Slots of each tier; 0 where there is none."""
+    """The number of slots of each tier; 0 for a tier that is not used."""
 
     host: int = 0
     file: int = 0
 
     @classmethod
     def of(cls, args: EngineArgs, slot_bytes: int) -> "TierSizes":
-        """As many as fit into what an engine's arguments allow a rank.
+        """The most slots within the space that an engine's arguments allow each rank.
 
         Args:
-            slot_bytes: of the rank with the largest slots, as all have the same number of them.
+            slot_bytes: of the rank with the largest slots, as all ranks have the same number of
+                slots.
 
         Raises:
-            ConfigError: not even one fits.
+            ConfigError: not even one slot fits.
         """
         host_space, file_space = args.swap_space, args.kv_cache_file_space
         host = int(host_space * _GIB) // slot_bytes
@@ -184,5 +184,5 @@ class TierSizes(msgspec.Struct, frozen=True):
 def _too_little(name: str, space: float, slot_bytes: int, least: int) -> ConfigError:
     return ConfigError(
         f"{name} = {space:g} GiB holds no block of {slot_bytes} bytes; set at least"
-        f" {1.05 * least / _GIB:.2g}"  # so that it is enough, rounded as it is
+        f" {1.05 * least / _GIB:.2g}"  # still enough after rounding
     )

@@ -1,4 +1,4 @@
 """The decoder of the llama family: its configuration, layers and weights.
 
-Must not know pages, plans or devices: what is heavy goes through `ops`.
+Must not know pages, plans or devices: `ops` runs the heavy computation.
 """

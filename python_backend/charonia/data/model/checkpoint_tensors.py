@@ -1,7 +1,7 @@
-"""Where memory for parameters is filled from: tensors of a checkpoint, whole or in part.
+"""Maps the memory of parameters to the tensors of a checkpoint that fill it, whole or in part.
 
-Owns fusion: matrices that are applied to the same input are stacked. Must not know files (`loader`
-does), layers, or how a model is shared out (`shard` does).
+Owns fusion: matrices with the same input are stacked. Must not know files (`loader` does), layers,
+or how a model is split among ranks (`shard` does).
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from charonia.data.ops.base import MatrixWeights
 
 @dataclass(frozen=True)
 class Piece:
-    """Some memory of a parameter, and the slice of a checkpoint's tensor that fills it."""
+    """Part of a parameter's memory, and the slice of a checkpoint's tensor that fills it."""
 
     memory: Tensor
     index: tuple[slice, ...]
@@ -25,10 +25,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class CheckpointTensor:
-    """A tensor that the checkpoint must have, of this shape, and what of it is needed here.
+    """A tensor that the checkpoint must have, its shape, and the pieces of it that this rank needs.
 
     Attributes:
-        pieces: disjoint in memory; none where the tensor belongs to other ranks.
+        pieces: disjoint in memory; empty if the tensor belongs to other ranks.
     """
 
     name: str
@@ -37,7 +37,7 @@ class CheckpointTensor:
 
     @classmethod
     def filling(cls, memory: Tensor | None, name: str, *shares: Share) -> "CheckpointTensor":
-        """Fill `memory` with the part's share of each axis."""
+        """Fill `memory` with the rank's share of each axis."""
         shape = tuple(share.whole for share in shares)
         if memory is None:
             return cls(name, shape, ())
@@ -49,23 +49,24 @@ class CheckpointTensor:
 
     @classmethod
     def whole(cls, memory: Tensor, name: str) -> "CheckpointTensor":
-        """Fill `memory` with all of the tensor."""
+        """Fill `memory` with the whole tensor."""
         return cls.filling(memory, name, *map(Share.full, memory.shape))
 
 
 class Allocate(Protocol):
-    """Allocate a parameter; a loader fills all of it but the padding."""
+    """Allocates a parameter; a loader fills all of it except the padding."""
 
     def __call__(self, *shape: int, is_padded: bool = False) -> Tensor: ...
 
 
 class Stack:
-    """A matrix stacked from several of the checkpoint, which all have the same inputs.
+    """A matrix stacked from several matrices of the checkpoint that have the same inputs.
 
     Args:
-        outputs: what the part has of each of them, by name.
-        has_bias: whether they have biases in the checkpoint.
-        adds_bias: whether the part has these: where the parts' products are added up, one alone.
+        outputs: the part's share of the outputs of each matrix, by name.
+        has_bias: whether the matrices have biases in the checkpoint.
+        adds_bias: whether this part has the biases. If the products of the parts are summed, only
+            one part may have them.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class Stack:
         self.weights = MatrixWeights(weight, bias)
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
-        """Name what fills it; `prefix` ends with a dot."""
+        """Name the tensors that fill it; `prefix` ends with a dot."""
         weight, bias = self.weights.weight, self.weights.bias
         start = 0
         for name, share in self._outputs.items():

@@ -1,17 +1,15 @@
-"""What each key of config.json means: read, without effect, or refused.
+"""The treatment of each key of config.json: read, without effect, or refused.
 
-Owns the keys that all families have, and how those of a family are checked; a family's own are in
-its file. They, and what a missing one stands for, are those of transformers' configuration classes,
-against which `tests/data/test_config_keys.py` holds them. Must not know what is made of the values
-(`spec` does).
+Owns the keys common to all families, and checking those of a family; a family's own keys are in its
+file. Keys and defaults are those of transformers' configuration classes, and
+`tests/data/test_config_keys.py` compares them. Must not know how values are used (`spec` does).
 
     honoured         `spec` reads it
-    fixed            changes nothing at the values named here; with any other it is another model
-    generation       likewise, but another text of the same model
+    fixed            has no effect at the values listed here; any other value is another model
+    generation       likewise; any other value is another text of the same model
     default          of a sampling parameter; `sampling_defaults` reads it
     without effect   at any value: training, bookkeeping, other frameworks, searches of `generate`
-    any other        refused: transformers passes over keys that it does not know, but whoever wrote
-                     one meant something by it
+    any other        refused: transformers ignores unknown keys, but they were written for a purpose
 """
 
 import json
@@ -28,11 +26,11 @@ _MAX_PROBLEMS = 8
 
 @dataclass(frozen=True)
 class Fixed:
-    """A key that must have one of some values; the first is what a missing one stands for.
+    """A key that must have one of the accepted values; the first is the default.
 
     Attributes:
-        accepted: empty where the key must not be there at all.
-        reason: why, where the key's name does not say it.
+        accepted: empty if the key must be absent.
+        reason: for the restriction, if the key's name does not explain it.
     """
 
     accepted: tuple[Any, ...] = ()
@@ -67,7 +65,7 @@ _HONOURED_EVERYWHERE = {
     "model_type": None,
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
-    # `generate` makes nothing of the default that the configuration classes have.
+    # `generate` does not use the default of the configuration classes.
     "eos_token_id": None,
     "dtype": None,
     "torch_dtype": None,
@@ -83,12 +81,12 @@ _NULLABLE_EVERYWHERE = _words(
 
 @dataclass(frozen=True)
 class Keys:
-    """What the configurations of a family may say.
+    """The keys of a family's configurations.
 
     Attributes:
-        honoured: keys that are read, and what a missing one stands for.
-        nullable: those of them that may be null.
-        fixed: keys that must have one of some values.
+        honoured: keys that are read, with their defaults.
+        nullable: those of the honoured keys that may be null.
+        fixed: keys that must have one of certain values.
     """
 
     honoured: Mapping[str, Any]
@@ -99,7 +97,7 @@ class Keys:
     def of(
         cls, honoured: Mapping[str, Any], *, nullable: str, fixed: Mapping[str, Fixed]
     ) -> "Keys":
-        """The keys of a family beside those that all have; `nullable` are words."""
+        """Combine the keys of a family with the common ones; `nullable` is a list of words."""
         return cls(
             {**_HONOURED_EVERYWHERE, **honoured},
             _NULLABLE_EVERYWHERE | _words(nullable),
@@ -107,7 +105,7 @@ class Keys:
         )
 
     def default(self, key: str) -> Any:
-        """What a missing key stands for, of the honoured and the fixed ones."""
+        """The default of an honoured or fixed key."""
         return self.honoured[key] if key in self.honoured else self.fixed[key].accepted[0]
 
 
@@ -115,8 +113,8 @@ GENERATION = {
     key: Fixed(accepted, "it is not supported; a generation_config.json without it is the way out")
     for key, accepted in NEUTRAL.items()
 }
-"""What would change greedy text, by the values that do not. transformers takes them from here where
-there is no generation_config.json, and passes over them where there is one."""
+"""Keys that could change greedy text, with the values that do not. transformers reads them from
+config.json only if there is no generation_config.json."""
 
 WITHOUT_EFFECT = _words(
     """
@@ -141,20 +139,21 @@ WITHOUT_EFFECT = _words(
     target_lookbehind typical_p
     """
 )
-"""Where a model comes from and what its files are read with; how it was trained; what it would be
-beside a language model; how a framework calls it; tokens that text is made with; what no request
-can ask for here, and greedy text does not depend on."""
+"""In the order of the groups: origin and file formats; training; other uses than as a language
+model; options of frameworks; special tokens; generation options that no request can set here and
+that greedy text does not depend on."""
 
 
 def check_keys(values: Mapping[str, Any], name: str, keys: Keys, *, is_generation: bool) -> None:
-    """Make sure that all keys are known, and that what they say is read or changes nothing.
+    """Check that all keys are known, and that their values are read or have no effect.
 
     Args:
-        name: of the architecture, whose `keys` they must be.
-        is_generation: whether `generate` goes by this file, for want of generation_config.json.
+        name: of the architecture. keys: those of its family.
+        is_generation: whether `generate` reads this file, because there is no
+            generation_config.json.
 
     Raises:
-        CheckpointError: some are not; the text names each with its value.
+        CheckpointError: some are not; the text names each key with its value.
     """
     problems = []
     for key, value in values.items():

@@ -1,6 +1,6 @@
-"""The values of a config.json, one at a time: of which type each must be, and in which range.
+"""Typed access to the values of a config.json, with checks of type and range.
 
-Owns what is said of a value that makes no sense. Must not know what the keys mean.
+Owns the errors for invalid values. Must not know the meaning of keys.
 """
 
 from dataclasses import dataclass
@@ -16,17 +16,17 @@ _MAX_NUMBER = 1e30
 
 @dataclass(frozen=True)
 class ConfigValues:
-    """A configuration with typed access; `keys` say what a missing one stands for."""
+    """A configuration with typed access; `keys` has the defaults."""
 
     values: dict[str, Any]
     keys: Keys
 
     def integer(self, name: str, default: int | None = None, *, least: int = 1) -> int:
-        """Read a key; `default` is what null stands for."""
+        """Read a key with an integer; `default` replaces null."""
         return as_integer(name, self.get(name, default), least)
 
     def number(self, name: str) -> float:
-        """Read a key."""
+        """Read a key with a number above 0."""
         return as_number(name, self.get(name))
 
     def flag(self, name: str) -> bool:
@@ -37,7 +37,7 @@ class ConfigValues:
         return value
 
     def get(self, name: str, default: Any = None) -> Any:
-        """What a key says; `default` where it leaves that open."""
+        """The value of a key; `default` replaces null, if the key may be null."""
         if name not in self.values:
             value = self.keys.default(name)
             return default if value is None else value
@@ -46,7 +46,7 @@ class ConfigValues:
 
 
 def as_integer(name: str, value: Any, least: int = 1) -> int:
-    """Make sure that what is called `name` is an integer from `least` on."""
+    """Check that a value is an integer of at least `least`; `name` is for the error."""
     is_integer = isinstance(value, int) and not isinstance(value, bool)
     if not is_integer or not least <= value <= _MAX_INTEGER:
         raise CheckpointError(
@@ -56,7 +56,7 @@ def as_integer(name: str, value: Any, least: int = 1) -> int:
 
 
 def as_number(name: str, value: Any) -> float:
-    """Make sure that what is called `name` is a number above 0."""
+    """Check that a value is a number above 0; `name` is for the error."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not 1 / _MAX_NUMBER <= value <= _MAX_NUMBER:
         raise CheckpointError(

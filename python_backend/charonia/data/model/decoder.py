@@ -1,8 +1,8 @@
 """The decoder of the llama family: token ids in, hidden states and logits out.
 
-Owns what a model is made of, from the embedding to the head, and where the ranks that have parts
-of it exchange what (Megatron-LM: Shoeybi et al. 2019, arXiv 1909.08053, section 3). Every rank of
-a model makes the same calls with the same batch. Must not know plans, files or processes.
+Owns the structure of a model from the embedding to the head, and its communication between ranks
+(Megatron-LM: Shoeybi et al. 2019, arXiv 1909.08053, section 3). Every rank of a model makes the
+same calls with the same batch. Must not know plans, files or processes.
 
     token ids ─► embedding ─ sum ─► layers of stage 0 ─ send ─► layers of stage 1 ─► head ─ gather
                  (a part of the     (a sum after each sublayer)                   (of a part of the
@@ -24,23 +24,23 @@ from charonia.data.ops.base import Guesser, MatrixWeights, Ops, Pages, StepBatch
 
 
 class Hidden(NamedTuple):
-    """The residual stream behind the last layer; the last contribution is not added yet."""
+    """The residual stream after the last layer; `x` is its last contribution, not added yet."""
 
     x: Tensor  # [tokens, hidden]
     residual: Tensor  # [tokens, hidden]
 
     def rows(self, index: Tensor | slice) -> "Hidden":
-        """Pick some tokens."""
+        """Select tokens by [n] int64 or a slice."""
         return Hidden(self.x[index], self.residual[index])
 
 
 class Decoder:
-    """A model, or what this rank has of it.
+    """A model, or this rank's part of it.
 
     Args:
-        parameters: loaded, of `model_rank.place`; a layer's are let go as soon as `ops` has
-            prepared it, which may copy them, so that a model is never in memory twice.
-        num_positions: positions that rotary angles are tabulated for, i.e. max_model_len.
+        parameters: loaded, of `model_rank.place`. Each layer's are released once `ops` has prepared
+            it, possibly by copying them. So a model is never in memory twice.
+        num_positions: number of positions with tabulated rotary angles, i.e. max_model_len.
     """
 
     def __init__(
@@ -70,10 +70,10 @@ class Decoder:
             self._head = ops.head(parameters.norm, MatrixWeights(parameters.head, None))
 
     def hidden_states(self, batch: StepBatch, pages: Sequence[Pages]) -> Hidden:
-        """Compute a step's tokens, storing their K and V in `pages` (one entry per layer).
+        """Compute a step's tokens, and store their K and V in `pages` (one entry per layer).
 
         Returns:
-            What `logits` wants to have; it means something on the last stage alone.
+            The argument of `logits`; it is meaningful only on the last stage.
         """
         step = self._ops.begin(batch, self._rotation)
         residual = self._enter(batch)
@@ -86,11 +86,11 @@ class Decoder:
     def logits(self, hidden: Hidden, lines: Tensor | slice | None = None) -> Tensor:
         """Map the tokens of `hidden`, or some `lines` of it, to logits.
 
-        Every rank of the last stage must call this, and the engine's process, which alone gets them
-        whole, and waits for them where it is on another stage.
+        Every rank of the last stage must call this, and the engine's process. Only the latter gets
+        the logits of the whole vocabulary; if it is on another stage, it receives them.
 
         Args:
-            lines: whose logits; a slice has a start and a stop.
+            lines: indices [n] int64 of tokens, or a slice with start and stop; None takes all.
 
         Returns:
             [lines, vocab_size] float32.
@@ -103,7 +103,7 @@ class Decoder:
         return logits if link is None else link.broadcast(logits.contiguous(), source=1)
 
     def guesser(self) -> Guesser | None:
-        """All of the model as one call, where its operations have that and it is whole."""
+        """The whole model as one call; None if it is split or `ops` does not support that."""
         if self._model_rank.place != Place() or self._embedding is None or self._head is None:
             return None
         return self._ops.guesser(self._embedding, self._layers, self._head, self._rotation)
@@ -124,10 +124,10 @@ class Decoder:
         return links.parts.all_reduce(stream.masked_fill_(is_elsewhere[:, None], 0))
 
     def _whole(self, logits: Tensor) -> Tensor:
-        """Join the vocabulary's parts, for part 0, which alone needs them all.
+        """Join the parts of the vocabulary on part 0, the only one that needs all of them.
 
-        One part after the other, each to its place: what all ranks gather would be moved twice, and
-        then once more to be in order.
+        Each part is broadcast in turn, and copied to its place. A gather on all ranks would move
+        the data twice, and once more to put it in order.
         """
         parts = self._model_rank.links.parts
         if parts is None:

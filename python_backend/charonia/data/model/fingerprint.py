@@ -1,4 +1,4 @@
-"""Tells checkpoints apart without reading them whole.
+"""Fingerprints of checkpoints, without reading them whole.
 
 Owns what is compared between machines that have parts of one model. Must not know ranks.
 """
@@ -17,14 +17,14 @@ from charonia.data.model.loader import open_weights, weight_files
 from charonia.errors import CheckpointError, shown
 
 _SAMPLE = 16
-"""Numbers of each tensor that are compared: two trained models have none of them in common."""
+"""Numbers of each tensor that are compared. Two trained models have none of them in common."""
 
 
 def fingerprint(model_dir: Path) -> dict[str, str]:
-    """Digests of what makes a checkpoint: its configuration, its tensors' names, types and shapes,
-    and a few numbers from the middle of each tensor.
+    """Digests of a checkpoint's configuration, tensors (names, types, shapes) and weights.
 
-    They do not depend on how the tensors are shared out among files.
+    Of the weights only a few numbers from the middle of each tensor count. The digests do not
+    depend on how tensors are split among files.
 
     Raises:
         CheckpointError: files are missing or damaged.
@@ -38,7 +38,7 @@ def fingerprint(model_dir: Path) -> dict[str, str]:
                 described.append(f"{name} {tensor.get_dtype()} {shape}\n".encode())
                 try:
                     sampled.append(name.encode() + _sample(tensor))
-                except (SafetensorError, RuntimeError):  # a type or a shape that torch has not
+                except (SafetensorError, RuntimeError):  # a type or shape that torch does not have
                     raise CheckpointError(
                         f"{path.name}: tensor {shown(name)} of type {tensor.get_dtype()} and"
                         f" shape {shown(shape)} cannot be read"
@@ -52,7 +52,7 @@ def fingerprint(model_dir: Path) -> dict[str, str]:
 
 
 def _sample(tensor: Any) -> bytes:
-    """A few numbers from the middle of a tensor of a file."""
+    """Read a few numbers from the middle of a file's tensor."""
     shape = tensor.get_shape()
     index = tuple(slice(length // 2, length // 2 + 1) for length in shape[:-1])
     if shape:

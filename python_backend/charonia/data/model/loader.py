@@ -1,10 +1,9 @@
 """Fills a rank's parameters from safetensors files.
 
-Owns the files: which there are, what they must hold, in what order they are read. Files are
-memory-mapped and only what this rank needs is copied from them: no more than one tensor is held
-beside the parameters, and what other ranks have is not read, but for what the operating system
-reads around. Must not know layers or ranks: the parameters say themselves what of which tensor
-fills them (`Parameters.checkpoint_tensors`).
+Owns the files: which exist, what they must contain, in which order they are read. Files are
+memory-mapped, and only what this rank needs is copied, one tensor at a time. Parts of other ranks
+are not read, except by the operating system's read-ahead. Must not know layers or ranks: the
+parameters name the tensors that fill them (`Parameters.checkpoint_tensors`).
 """
 
 import os
@@ -37,25 +36,25 @@ def load_weights(
     is_tied: bool,
     log: Callable[[str], None],
 ) -> int:
-    """Copy from a checkpoint all pieces that are needed, converting their dtype.
+    """Copy all needed pieces from a checkpoint, converting their dtype.
 
-    All names and shapes are checked before the first copy, also those of tensors of which nothing
-    is needed. Rotary frequency buffers of old checkpoints are left out silently.
+    All names and shapes are checked before the first copy, even of tensors that this rank does not
+    need. Rotary frequency buffers of old checkpoints are ignored.
 
-    Where the configuration ties the head to the embedding, the checkpoint may have an
-    `lm_head.weight` nevertheless, but not another matrix: transformers does not tie them then,
-    which is to be had by saying so in config.json.
+    If the configuration ties the head to the embedding, the checkpoint may still have an
+    `lm_head.weight`, but it must be equal to the embedding. transformers does not tie them if they
+    differ; set tie_word_embeddings to false then.
 
     Args:
-        tensors: all that the checkpoint must hold.
+        tensors: all tensors that the checkpoint must have.
 
     Returns:
         Number of parameters filled.
 
     Raises:
-        CheckpointError: files are missing or damaged, or tensors are missing, unknown, of another
-            shape, or not of a floating type that we read; the text names them. Or a tied head is
-            not the embedding.
+        CheckpointError: files are missing or damaged; tensors are missing, unknown, of another
+            shape or of an unsupported type, which the text names; or a tied head differs from the
+            embedding.
     """
     wanted = {tensor.name: tensor for tensor in tensors}
     with ExitStack() as stack:
@@ -70,7 +69,7 @@ def load_weights(
         tied = {_HEAD: replace(wanted[_EMBEDDING], name=_HEAD)} if is_tied else {}
         _check(sources, wanted, tied)
         progress = _Progress(sum(tensor.nbytes for tensor in memory), log)
-        # In the order of the files: what is read ahead from disk is then used.
+        # In the order of the files, to make use of read-ahead.
         for name, file in sources.items():
             if name in tied:
                 continue
@@ -86,13 +85,13 @@ def load_weights(
 def weight_files(model_dir: Path) -> list[Path]:
     """The safetensors files of a checkpoint.
 
-    As in transformers a single file counts, and an index beside it is left alone.
+    As in transformers, a single file takes precedence over an index.
 
     Raises:
-        CheckpointError: some or all of them are missing.
+        CheckpointError: some or all files are missing.
     """
 
-    # As no method of Path it takes whatever a name may be.
+    # Unlike the methods of Path this accepts any name.
     def is_there(name: str) -> bool:
         return os.path.isfile(model_dir / name)
 
@@ -115,13 +114,13 @@ def weight_files(model_dir: Path) -> list[Path]:
 
 
 def stored_dtype(model_dir: Path) -> str:
-    """What a checkpoint's tensors are stored in, for configurations that do not say it.
+    """The dtype of a checkpoint's tensors, for configurations without one.
 
-    As in transformers that is the dtype which the index names; or that of the first tensor of the
-    first file, of those that are floating-point numbers.
+    As in transformers it is the dtype that the index names, or that of the first floating-point
+    tensor of the first file.
 
     Raises:
-        CheckpointError: files are missing or damaged, or it is no dtype that we compute in.
+        CheckpointError: files are missing or damaged, or the dtype is not supported.
     """
     first, *_ = weight_files(model_dir)
     if first.name != SINGLE_NAME:
@@ -144,10 +143,10 @@ def _checked_dtype(name: object, where: str) -> str:
 
 
 def check_size(model_dir: Path, num_parameters: int) -> None:
-    """Make sure that the files can hold a model, before memory for it is taken.
+    """Check that the files can contain a model, before its memory is allocated.
 
     Raises:
-        CheckpointError: files are missing, or have not even a byte for each parameter.
+        CheckpointError: files are missing, or have less than one byte per parameter.
     """
     num_bytes = sum(path.stat().st_size for path in weight_files(model_dir))
     if num_bytes < num_parameters:
@@ -158,21 +157,21 @@ def check_size(model_dir: Path, num_parameters: int) -> None:
 
 
 def open_weights(path: Path) -> Any:
-    """Map a safetensors file; a context manager.
+    """Map a safetensors file; returns a context manager.
 
     Raises:
-        CheckpointError: it is none, or damaged.
+        CheckpointError: the file is damaged, or is not a safetensors file.
     """
     try:
         return safe_open(path, framework="pt", device="cpu")
     except SafetensorError as error:
         raise CheckpointError(f"{path.name} cannot be read: {str(error)[:_MAX_REASON]}") from None
-    except OSError as error:  # whose text has the path
+    except OSError as error:  # its text contains the path
         raise CheckpointError(f"{path.name} cannot be read: {type(error).__name__}") from None
 
 
 def _check_tied(tensor: CheckpointTensor, file: Any) -> None:
-    """Make sure that a tensor which may be left out is what its memory was filled with."""
+    """Check that an optional tensor is equal to what its memory was filled with."""
     for piece in tensor.pieces:
         stored = file.get_slice(tensor.name)[piece.index].to(piece.memory)
         if not torch.equal(stored, piece.memory):
@@ -220,13 +219,13 @@ def _some(names: list[str]) -> str:
 
 
 def _legible(name: str) -> str:
-    """A name of the files', as it is where it is one that people give."""
+    """A tensor's name, escaped if it is not printable or very long."""
     return name if name.isprintable() and len(name) <= _MAX_REASON else shown(name)
 
 
 @dataclass
 class _Progress:
-    """Logs every further tenth of the bytes."""
+    """Logs each tenth of the bytes."""
 
     total: int
     log: Callable[[str], None]

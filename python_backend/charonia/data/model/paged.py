@@ -1,4 +1,4 @@
-"""A model with its KV cache: what the engine's step calls.
+"""A model with its KV cache, as an engine's step uses it.
 
 Owns the pairing of a decoder and its pages, and the hidden states of the last pass. Must not know
 rows, plans or other ranks.
@@ -16,33 +16,33 @@ from charonia.data.ops.base import StepBatch
 from charonia.protocol import BlockCopy
 
 PendingLogits = Callable[[], Tensor]
-"""Computes logits, [lines, vocab_size] float32, or waits for those who do; to be called once, in
-the order in which they were asked for."""
+"""Computes logits, [lines, vocab_size] float32, or waits for the ranks that do. Must be called
+once, in the order of the requests for logits."""
 
 
 class Model(Protocol):
-    """A model on one rank or on many."""
+    """A model on one rank or on several."""
 
     def forward(self, batch: StepBatch, lines: Sequence[int]) -> PendingLogits:
         """Compute a pass.
 
         Args:
-            lines: the tokens whose logits are wanted, by their place in the batch, in ascending
-                order. Where there are none, what is returned must not be called.
+            lines: indices in the batch of the tokens whose logits are wanted, ascending. If there
+                are none, the returned function must not be called.
         """
         ...
 
     def logits(self, lines: slice) -> PendingLogits:
-        """Logits of more tokens of the last pass."""
+        """Return the logits of more tokens of the last pass."""
         ...
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        """Copy blocks of the KV cache, as if one after the other."""
+        """Copy blocks of the KV cache, with the effect of one copy after the other."""
         ...
 
 
 class PagedModel:
-    """Implements `Model` for what this process has of a model."""
+    """Implements `Model` for this process's part of a model."""
 
     def __init__(self, decoder: Decoder, kv: KVStore) -> None:
         self._decoder = decoder

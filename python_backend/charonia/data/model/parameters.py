@@ -1,8 +1,9 @@
-"""A rank's parameters: memory for them, and where each comes from in a checkpoint.
+"""A rank's parameters: their memory, and the tensors of a checkpoint that fill it.
 
-Owns what there is beside the layers, and `checkpoint_tensors`, which names every tensor of a
-checkpoint and what of it is needed here. Must not know files (`loader` does), how a model is shared
-out (`shard` does) or what is computed with the parameters (`decoder` and `Ops` do).
+Owns the parameters outside the layers, and `checkpoint_tensors`, which names every tensor of a
+checkpoint and the parts of it that are needed here. Must not know files (`loader` does), how a
+model is split among ranks (`shard` does) or what is computed with the parameters (`decoder` and
+`Ops` do).
 """
 
 from collections.abc import Iterator
@@ -28,19 +29,19 @@ def _allocate(
 
 
 class Parameters:
-    """A rank's part of a model's parameters, uninitialized until a loader has filled them.
+    """A rank's part of a model's parameters, uninitialized until a loader fills them.
 
     Attributes:
-        embedding: [token ids of the part, hidden] (see `shard.vocab_range`), on the first stage;
-            and on the last one too where the head is tied to it. None elsewhere.
-        head: as `embedding`, on the last stage, and the same tensor where they are tied.
-        norm: the last one, on the last stage.
-        layers: the sublayers of each layer of the stage; its first is layer `first_layer` of the
+        embedding: [token ids of the part, hidden] (see `shard.vocab_range`), on the first stage,
+            and on the last stage if the head is tied to it. None elsewhere.
+        head: as `embedding`, on the last stage; the same tensor if they are tied.
+        norm: the final norm, on the last stage.
+        layers: the sublayers of each layer of the stage; the first is layer `first_layer` of the
             model.
-        dtype, device: of all of them.
+        dtype, device: of all parameters.
 
     Raises:
-        ConfigError: the model cannot be shared out as `place` says.
+        ConfigError: the model cannot be split as `place` says.
     """
 
     def __init__(
@@ -72,9 +73,9 @@ class Parameters:
                 self.head = allocate(vocab.size, spec.hidden_size, is_padded=vocab.is_padded)
 
     def checkpoint_tensors(self) -> Iterator[CheckpointTensor]:
-        """Name every tensor of the whole checkpoint, and what of it is needed here.
+        """Name every tensor of the whole checkpoint, and the pieces that are needed here.
 
-        Call it before layers are taken out of `layers`.
+        Must be called before layers are removed from `layers`.
         """
         axes = self._vocab, self._hidden
         yield CheckpointTensor.filling(self.embedding, "model.embed_tokens.weight", *axes)
@@ -89,8 +90,8 @@ class Parameters:
         prefix = f"model.layers.{index}."
         local = index - self.first_layer
         is_here = 0 <= local < len(self.layers)
-        # All layers have tensors of the same names and shapes: any layer tells those of a layer
-        # that another stage has.
+        # All layers have tensors of the same names and shapes, so any layer can describe the layers
+        # of other stages.
         for sublayer in self.layers[local if is_here else 0]:
             for tensor in sublayer.checkpoint_tensors(prefix):
                 yield tensor if is_here else replace(tensor, pieces=())

@@ -1,6 +1,6 @@
 """Rotary angles of all positions.
 
-Owns how frequencies are stretched to longer contexts. Must not know heads or devices' kernels.
+Owns the scaling of frequencies to longer contexts. Must not know heads or the kernels of devices.
 """
 
 import torch
@@ -13,7 +13,7 @@ from charonia.data.ops.base import Rotation
 def rotation_table(
     rope: RopeSpec, head_dim: int, num_positions: int, dtype: torch.dtype, device: torch.device
 ) -> Rotation:
-    """Tabulate cosines and sines of all positions, [num_positions, head_dim / 2]."""
+    """Tabulate cosines and sines of all positions, [num_positions, head_dim / 2] each."""
     angles = torch.outer(
         torch.arange(num_positions, dtype=torch.float32), inverse_frequencies(rope, head_dim)
     )

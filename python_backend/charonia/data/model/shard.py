@@ -1,14 +1,14 @@
-"""Which heads, outputs, token ids and layers of a model a rank has.
+"""The heads, outputs, token ids and layers of a model that a rank has.
 
-Owns the arithmetic alone. Must not know tensors or files: `parameters` allocates and names what
-these numbers say.
+Owns the arithmetic only. Must not know tensors or files: `parameters` uses these numbers to
+allocate and to name tensors.
 
-Matrices are cut as in Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053, section 3)::
+Matrices are split as in Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053, section 3)::
 
-    q, k, v, gate, up     by outputs: a part has some of the heads, some of the MLP's inner values
-    o, down               by inputs, the same ones: the parts' products are to be added up
+    q, k, v, gate, up     by outputs: a part has some of the heads, or of the MLP's inner values
+    o, down               by inputs, the same ones; the products of the parts are summed
     embedding, head       by token ids
-    norms                 not at all
+    norms                 not split
 """
 
 import math
@@ -24,12 +24,12 @@ _PADDED_MULTIPLE = 16
 
 @dataclass(frozen=True)
 class Share:
-    """What a part has of one axis of a checkpoint's tensor.
+    """A part's share of one axis of a checkpoint's tensor.
 
     Attributes:
         whole: size of the axis in the checkpoint.
-        ranges: of that axis, none empty, one after the other as they lie in the part's memory.
-        size: of the axis in the part's memory; what `ranges` leave of it are zeros at its end.
+        ranges: of that axis, none empty, in the order of the part's memory.
+        size: of the axis in the part's memory; zeros fill it up behind `ranges`.
     """
 
     whole: int
@@ -47,7 +47,7 @@ class Share:
         return sum(map(len, self.ranges)) < self.size
 
     def cuts(self) -> Iterator[tuple[slice, slice]]:
-        """Pair each slice of the part's memory with that of the checkpoint which fills it."""
+        """Pair each slice of the part's memory with the slice of the checkpoint that fills it."""
         start = 0
         for part in self.ranges:
             yield slice(start, start + len(part)), slice(part.start, part.stop)
@@ -55,11 +55,11 @@ class Share:
 
 
 def stage_layers(spec: ModelSpec, place: Place) -> range:
-    """Say which layers the place's stage has.
+    """The layers of a place's stage.
 
-    As many in every stage, or one more in the first ones. Not in the last: a step is as slow as
-    its slowest stage, and the last one multiplies by the head too, which for a small model is the
-    work of several layers; the first one's embedding is only a look-up.
+    All stages have the same number of layers, or the first ones have one more. The last stage does
+    not: a step is as slow as its slowest stage, and the last one also computes the head, which in a
+    small model costs as much as several layers. The embedding of the first stage is only a look-up.
 
     Raises:
         ConfigError: there are more stages than layers.
@@ -75,10 +75,10 @@ def stage_layers(spec: ModelSpec, place: Place) -> range:
 
 
 def query_heads(spec: ModelSpec, place: Place) -> range:
-    """Say which query heads the part has.
+    """The query heads of a part.
 
     Raises:
-        ConfigError: they cannot be shared out evenly.
+        ConfigError: they cannot be split evenly.
     """
     num_heads, num_parts = spec.num_heads, place.num_parts
     if num_heads % num_parts:
@@ -92,22 +92,22 @@ def query_heads(spec: ModelSpec, place: Place) -> range:
 
 
 def local_kv_heads(spec: ModelSpec, place: Place) -> list[int]:
-    """Say which KV head of the model each KV head of the part is; one may be there repeatedly.
+    """The model's KV head of each KV head of a part; it may occur repeatedly.
 
-    With g query heads to a KV head in the model, q query heads in a part and c = gcd(g, q), the
-    part has a KV head for every c query heads:
+    With g query heads per KV head in the model, q query heads in a part and c = gcd(g, q), the part
+    has one KV head per c query heads:
 
         model   g = 2     q 0 1│2 3│4 5│6 7│…      12 query heads, 6 KV heads
         parts   q = 3     q 0 1 2║3 4 5║6 7 8║…    4 parts
         so      c = 1     k 0 0 1║1 2 2║3 3 4║…    KV heads of each part
 
-    That is right: c divides both the part's first query head, part * q, and g, so the c query
-    heads from part * q + j * c on begin at a multiple of c and do not cross one of g: in the model
-    they have one KV head, (part * q + j * c) // g. Where g divides q this gives every KV head to
-    one part, and where q divides g every part has one KV head, some parts the same.
+    This is correct because c divides both the part's first query head, part * q, and g. So the c
+    query heads from part * q + j * c on begin at a multiple of c and do not cross a multiple of g:
+    in the model they share the KV head (part * q + j * c) // g. If g divides q, every KV head
+    belongs to one part. If q divides g, every part has one KV head, and some parts have the same.
 
     Raises:
-        ConfigError: the query heads cannot be shared out evenly.
+        ConfigError: the query heads cannot be split evenly.
     """
     heads = query_heads(spec, place)
     group = spec.num_heads // spec.num_kv_heads
@@ -115,12 +115,12 @@ def local_kv_heads(spec: ModelSpec, place: Place) -> list[int]:
 
 
 def num_local_kv_heads(spec: ModelSpec, place: Place) -> int:
-    """Count the KV heads that the part's cache holds."""
+    """The number of KV heads in a part's cache."""
     return len(local_kv_heads(spec, place))
 
 
 def heads_share(heads: Sequence[int], num_heads: int, head_dim: int) -> Share:
-    """Turn heads into the rows of a matrix that has `head_dim` of them for each."""
+    """Convert heads to the rows of a matrix with `head_dim` rows per head."""
     runs: list[range] = []
     for head in heads:
         if runs and runs[-1].stop == head:
@@ -132,24 +132,23 @@ def heads_share(heads: Sequence[int], num_heads: int, head_dim: int) -> Share:
 
 
 def intermediate_share(spec: ModelSpec, place: Place) -> Share:
-    """Say which of the MLP's inner values the part has.
+    """The MLP's inner values of a part.
 
-    Padding adds nothing: zeros of gate and up give silu(0) · 0 = 0, and down's columns are zeros.
+    Padding has no effect: zeros of gate and up give silu(0) · 0 = 0, and down's columns are zeros.
     """
     whole, num_parts = spec.intermediate_size, place.num_parts
     size = -(-whole // num_parts)
-    # The CPU kernels take matrices with an even number of inputs alone; the model's own size
-    # stays as it is.
+    # The CPU kernels need an even number of inputs. A model that is not split is not padded.
     if num_parts > 1 and (whole % num_parts or size % 2):
         size = -(-size // _PADDED_MULTIPLE) * _PADDED_MULTIPLE
     return _consecutive_share(whole, size, place.part)
 
 
 def vocab_range(spec: ModelSpec, place: Place) -> range:
-    """Say which token ids the part has rows for, in the embedding and in the head.
+    """The token ids of a part's rows, in the embedding and in the head.
 
-    Every part has as many. The last ones may go beyond the vocabulary, or beyond what the
-    checkpoint has of it: such rows are zeros.
+    All parts have the same number. The last ones may go beyond the vocabulary, or beyond the
+    checkpoint's rows: such rows are zeros.
     """
     size = -(-spec.vocab_size // place.num_parts)
     return range(place.part * size, (place.part + 1) * size)
@@ -163,6 +162,6 @@ def vocab_share(spec: ModelSpec, place: Place) -> Share:
 
 
 def _consecutive_share(whole: int, size: int, part: int, *, stop: int | None = None) -> Share:
-    """The part's `size` of an axis that is shared out in order, up to `stop`."""
+    """A part's `size` of an axis that is split in order, up to `stop`."""
     taken = range(whole)[:stop][part * size : (part + 1) * size]
     return Share(whole, (taken,) if taken else (), size)

@@ -1,7 +1,7 @@
-"""What a checkpoint is: `ModelSpec`, read from config.json and generation_config.json.
+"""The shape of a checkpoint: `ModelSpec`, read from config.json and generation_config.json.
 
-Owns what the values of a Hugging Face configuration mean, in the spellings of transformers 4 and 5;
-which keys there are, and what else distinguishes a family, is of `families`. Must not know tensors
+Owns the meaning of the values of a Hugging Face configuration, in the spellings of transformers 4
+and 5. `families` owns the keys, and the other differences between families. Must not know tensors
 or devices.
 """
 
@@ -33,9 +33,9 @@ _ROPE_KEYS = (
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """Rotary embedding: base frequency and how it is stretched to longer contexts.
+    """Rotary embedding: base frequency and scaling to longer contexts.
 
-    `factor` is of linear and llama3; the last three are of llama3 alone.
+    `factor` is used by linear and llama3, the last three fields only by llama3.
     """
 
     theta: float
@@ -48,20 +48,21 @@ class RopeSpec:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Everything about a checkpoint's shape that the decoder needs.
+    """Everything that the decoder needs to know of a checkpoint's shape.
 
     Attributes:
-        max_position_embeddings: tokens a sequence may have. Sliding-window attention is not
-            computed; within its window it equals full attention, so where a checkpoint uses one,
-            this is the window if that is smaller.
-        sliding_window: the window, where it is what limits `max_position_embeddings`.
+        max_position_embeddings: the most tokens of a sequence. Sliding-window attention is not
+            implemented, but within its window it equals full attention. So if a checkpoint has a
+            smaller window, this is the window.
+        sliding_window: the window, if it limits `max_position_embeddings`.
         qkv_bias, output_bias, mlp_bias: whether those projections have a bias.
         qk_norm: RMSNorm over each head of queries and keys (Qwen3).
-        sublayers: of every layer, in their order; see `sublayers`.
-        dtype: what to compute in, None where the configuration leaves that to the stored tensors.
-        eos_token_ids: where `generate` stops, as far as they are of the vocabulary.
-        num_stored_ids: token ids that the checkpoint has rows for, where those are not as many as
-            `vocab_size`: surplus rows are left out, missing ones are zeros.
+        sublayers: of every layer, in order; see `sublayers`.
+        dtype: to compute in; None if the configuration does not name one and that of the stored
+            tensors applies.
+        eos_token_ids: tokens at which `generate` stops; only those of the vocabulary.
+        num_stored_ids: number of token ids with rows in the checkpoint, if it is not `vocab_size`.
+            Surplus rows are left out, missing ones are zeros.
     """
 
     architecture: str
@@ -88,14 +89,14 @@ class ModelSpec:
 
     @property
     def num_parameters(self) -> int:
-        """Of the whole checkpoint; a tied head counts once."""
+        """The number of parameters of the whole checkpoint; a tied head counts once."""
         layer = sum(map(self._num_parameters_of, self.sublayers))
         num_tables = 1 if self.is_tied else 2
         num_ids = self.num_stored_ids or self.vocab_size
         return (num_ids * num_tables + 1) * self.hidden_size + self.num_layers * layer
 
     def _num_parameters_of(self, name: SublayerName) -> int:
-        """Parameters of one sublayer, with its norm."""
+        """The number of parameters of one sublayer, including its norm."""
         hidden, inner = self.hidden_size, self.intermediate_size
         query, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         match name:
@@ -107,11 +108,11 @@ class ModelSpec:
                 return 3 * hidden * inner + hidden + (2 * inner + hidden) * self.mlp_bias
 
     def with_vocabulary(self, size: int) -> "ModelSpec":
-        """The same model with as many token ids as another one has.
+        """The same model with the vocabulary size of another model.
 
-        A vocabulary is filled up to a round number, by models of one tokenizer to several: those
-        of Qwen2.5 have 151,936 ids or 152,064. A missing id gets the logit 0; should a draft model
-        guess one for that, it costs the draft, and never changes text.
+        Vocabularies are padded to a round number, which may differ between models of one tokenizer:
+        Qwen2.5 models have 151,936 or 152,064 ids. A missing id gets the logit 0. If a draft model
+        guesses such an id, the draft is rejected; the text does not change.
         """
         return replace(self, vocab_size=size, num_stored_ids=self.num_stored_ids or self.vocab_size)
 
@@ -120,12 +121,12 @@ class ModelSpec:
         """Read the checkpoint in directory `path`.
 
         Raises:
-            CheckpointError: no config.json, an architecture, a key or a value that is not
-                supported or makes no sense; the text names it and what would do.
+            CheckpointError: there is no config.json; or an architecture, key or value is invalid or
+                not supported. The text names it and what is accepted.
         """
         values = read_json_object(path / "config.json")
         family = family_of(values)
-        # What `generate` goes by: generation_config.json alone; config.json where there is none.
+        # `generate` reads generation_config.json alone, or config.json if there is none.
         generation_path = path / "generation_config.json"
         has_generation = generation_path.exists()
         check_keys(values, family.architecture, family.keys, is_generation=not has_generation)
@@ -185,7 +186,7 @@ class ModelSpec:
 
 
 def _dtype(config: ConfigValues) -> str | None:
-    # transformers 5 says `dtype`, 4 said `torch_dtype`; it takes the former where both are there.
+    # `dtype` in transformers 5, `torch_dtype` in 4. If both are given, the former counts.
     dtype = config.get("dtype", config.get("torch_dtype"))
     if dtype is not None and dtype not in DTYPES:
         raise CheckpointError(f"unsupported dtype {shown(dtype)}; accepted are {', '.join(DTYPES)}")
@@ -207,7 +208,7 @@ def _eos_token_ids(values: dict[str, Any]) -> list[int]:
 def _rope(config: ConfigValues, max_position_embeddings: int) -> RopeSpec:
     """Read `rope_scaling` (transformers 4) or `rope_parameters` (transformers 5).
 
-    transformers takes the former where both are there, and nothing of the latter then.
+    If both are given, transformers reads only the former.
     """
     name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     values = config.get(name) or {}

@@ -1,9 +1,9 @@
-"""The sublayers that a decoder layer can have: a rank's part of their parameters.
+"""The kinds of sublayers of a decoder layer: a rank's part of their parameters.
 
-Owns their names in a checkpoint and how they are prepared from their weights. Must not know which
-layers a model has (`ModelSpec.sublayers` does) or what is computed (`Ops` do).
+Owns the names of their tensors in a checkpoint, and passing their weights to `Ops`. Must not know
+which layers a model has (`ModelSpec.sublayers` does) or what is computed (`Ops` do).
 
-To add one: its name in `families.family`, a class here, and what it computes in `Ops`.
+To add one, add its name in `families.family`, a class here, and its computation in `Ops`.
 """
 
 from collections.abc import Iterator
@@ -24,14 +24,14 @@ from charonia.data.ops.base import AttentionWeights, MlpWeights, NormWeights, Op
 
 
 class SublayerParameters(Protocol):
-    """A part of the parameters of a sublayer, uninitialized until a loader has filled them."""
+    """A part of a sublayer's parameters, uninitialized until a loader fills them."""
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
-        """Name what fills them; `prefix` is the layer's, and ends with a dot."""
+        """Name the tensors that fill them; `prefix` is the layer's, and ends with a dot."""
         ...
 
     def prepare(self, ops: Ops[StepT]) -> Sublayer[StepT]:
-        """Have the operations make of them what computes."""
+        """Have the operations make a callable sublayer of them."""
         ...
 
 

@@ -1,6 +1,6 @@
-"""The seam below the model: what a device must be able to do, and who does it.
+"""The interface between model and device, and its implementations.
 
-`base` is the seam. `native` implements it for CPUs in C++; `composed` for anything else, out of
-primitive operations: those of `torch_ops`, or the slow and obvious ones of `reference`, which
-tests compare with. Must not know plans or weights' names.
+`base` is the interface. `native` implements it for CPUs, in C++. `composed` implements it for all
+other devices with primitive operations: those of `torch_ops`, or the slow and simple ones of
+`reference`, which tests compare with. Must not know plans or names of weights.
 """

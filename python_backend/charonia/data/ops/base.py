@@ -1,10 +1,10 @@
-"""The seam between the model and a device: a decoder layer's sublayers, and the shape of one step.
+"""The interface between model and device: a decoder layer's sublayers, and the shape of a step.
 
-Owns the protocol that every implementation follows and the types that they exchange. Must not know
-weights' names, plans or sampling.
+Owns the protocol of all implementations, and the types that they exchange. Must not know names of
+weights, plans or sampling.
 
-A layer is a list of sublayers. They are cut where tensor parallelism joins its partial sums
-(Shoeybi et al. 2019, arXiv 1909.08053, section 3)::
+A layer is a list of sublayers. Each ends where tensor parallelism adds up its partial sums (Shoeybi
+et al. 2019, arXiv 1909.08053, section 3)::
 
     residual ──┬───────────────────────► + ──┬───────────────────► + ──► …
        x ──► + │                         ▲ x  │                     ▲ x
@@ -32,10 +32,10 @@ from charonia.protocol import KVLayout
 
 
 class Pages(NamedTuple):
-    """K and V of one layer, block by block; block 0 is the null block: it pads block tables.
+    """K and V of one layer, block by block. Block 0 is the null block, which pads block tables.
 
-    How they lie within a block is up to the `Ops` that reads and writes them. All that is in the
-    pages is finite, so that what is masked out cannot spoil a sum.
+    The layout within a block is up to the `Ops` that reads and writes it. All numbers in the pages
+    are finite, so masked ones cannot spoil a sum.
     """
 
     keys: Tensor  # [num_blocks, ...]
@@ -44,12 +44,12 @@ class Pages(NamedTuple):
 
 @dataclass(frozen=True)
 class StepBatch:
-    """The tokens of one step and where their context lies.
+    """The tokens of one step and the location of their contexts.
 
     Attributes:
         token_ids, positions, slots: per token; a slot is block_id * block_size + offset.
-        query_starts: first token of each row, and at the end the number of tokens.
-        context_lens: tokens of each row whose K and V are in the pages once this step wrote its
+        query_starts: index of the first token of each row, then the number of tokens.
+        context_lens: tokens of each row with K and V in the pages, after this step has written its
             own; the row's last token of this step is at position context_len - 1.
         block_tables: the block ids of each row, padded with the null block.
     """
@@ -64,7 +64,7 @@ class StepBatch:
 
 
 class Rotation(NamedTuple):
-    """Cosine and sine of rotary angles; the two halves of a head share them."""
+    """Cosine and sine of rotary angles, shared by the two halves of a head."""
 
     cos: Tensor  # [positions, head_dim / 2]
     sin: Tensor  # [positions, head_dim / 2]
@@ -88,7 +88,7 @@ class MatrixWeights:
 
 @dataclass(frozen=True)
 class AttentionWeights:
-    """Of causal self-attention.
+    """The weights of causal self-attention.
 
     Attributes:
         qkv: queries, keys and values, one head after the other.
@@ -106,7 +106,7 @@ class AttentionWeights:
 
 @dataclass(frozen=True)
 class MlpWeights:
-    """Of a SwiGLU layer; `gate_up` holds gate's outputs, then up's."""
+    """The weights of a SwiGLU layer; `gate_up` has gate's outputs, then up's."""
 
     norm: NormWeights
     gate_up: MatrixWeights
@@ -116,31 +116,32 @@ class MlpWeights:
 StepT = TypeVar("StepT")
 
 Sublayer = Callable[[Tensor | None, Tensor, StepT, Pages], Tensor]
-"""(x, residual, step, pages of the layer): add x to the residual stream, in place; return what the
-sublayer makes of its norm. All [tokens, hidden]; x is None where the stream begins, and its memory
-may be used for what is returned. `step` is of `Ops.begin`: positions, slots and contexts."""
+"""(x, residual, step, pages of the layer): add x to the residual stream, in place; return the
+sublayer's output for the normalized sum. All are [tokens, hidden]. x is None at the start of the
+stream; its memory may be reused for the output. `step` is the result of `Ops.begin`: positions,
+slots and contexts."""
 
 Layer = Sequence[Sublayer[StepT]]
-"""The sublayers of a layer, in their order: each adds what the one before returned."""
+"""The sublayers of a layer, in order: each adds the output of the previous one."""
 
 Layers = Callable[[Tensor, StepT, Sequence[Pages]], Tensor]
-"""(residual, step, pages of each layer): all layers, one after the other. The residual stream, in
-place, lacks the last contribution still, which is returned; both [tokens, hidden]."""
+"""(residual, step, pages of each layer): run all layers in order. The residual stream is updated in
+place, except for the last contribution, which is returned. Both are [tokens, hidden]."""
 
 Head = Callable[[Tensor, Tensor], Tensor]
-"""(x, residual): the logits of the norm of their sum, [tokens, hidden] to [tokens, vocab_size]
+"""(x, residual): normalize the sum and return its logits, [tokens, hidden] to [tokens, vocab_size]
 float32."""
 
 
 class GuessOfRow(NamedTuple):
-    """What a draft model is asked for in a row.
+    """The work of a draft model for a row.
 
     Attributes:
-        start, num_tokens: of the tokens to compute; where there is to be a guess, they end with
-            the last one known.
-        num_known, num_prompt: tokens that the row has, and had at first.
-        num_guesses: tokens to guess, one after the other.
-        sampling: what to draw with, of `NativeDraw.parameters`.
+        start, num_tokens: of the tokens to compute. If tokens are to be guessed, they end with the
+            last known token.
+        num_known, num_prompt: number of the row's tokens, and of those of its prompt.
+        num_guesses: number of tokens to guess.
+        sampling: the parameters for drawing, of `NativeDraw.parameters`.
     """
 
     row: int
@@ -153,29 +154,29 @@ class GuessOfRow(NamedTuple):
 
 
 Guesser = Callable[[list[GuessOfRow], Tensor, Tensor, int, Sequence[Pages]], None]
-"""(guesses, tokens, block ids, block size, pages of each layer): all passes of a draft model. What
-it guesses is written behind the rows' known tokens; both tables are int64, [rows, ...]."""
+"""(guesses, tokens, block ids, block size, pages of each layer): run all passes of a draft model.
+The guesses are written after the rows' known tokens. Both tables are int64, [rows, ...]."""
 
 
 class Ops(Protocol[StepT]):
-    """What a device does for the model. Weights that it is given may be copied and let go.
+    """The operations of a device. Weights that are passed in may be copied and released.
 
-    Implementations are subclasses: what not every device can do has a default that says so.
+    Implementations are subclasses. Optional features have defaults that say they are missing.
     """
 
     def page_shapes(self, layout: KVLayout) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Say how one block's keys and its values lie in memory."""
+        """The shapes of one block's keys and values in memory."""
         ...
 
     def begin(self, batch: StepBatch, rotation: Rotation) -> StepT:
-        """Prepare what all layers of a step share; `rotation` is of all positions."""
+        """Prepare the data that all layers of a step share; `rotation` is of all positions."""
         ...
 
     def attention(self, weights: AttentionWeights) -> Sublayer[StepT]:
         """Prepare causal self-attention, softmax(q Kᵀ / √head_dim) V, per row over its own context.
 
-        It stores K and V in the pages. K and V are read as stored there, also those of this step's
-        own tokens, so that how a prompt is cut into steps cannot change what is attended to.
+        It stores K and V in the pages, and reads them as stored, even those of this step's own
+        tokens. So the split of a prompt into steps does not change the result.
         """
         ...
 
@@ -184,37 +185,37 @@ class Ops(Protocol[StepT]):
         ...
 
     def layers(self, layers: Sequence[Layer[StepT]], parts: Comm | None = None) -> Layers[StepT]:
-        """Join the sublayers of each layer, and the layers.
+        """Combine the sublayers of each layer, and the layers, into one call.
 
         Args:
-            parts: the ranks that have the other parts of them. What their sublayers return is
-                added up, and every rank's residual stream is whole.
+            parts: the ranks with the other parts of the layers. The outputs of their sublayers are
+                summed, and every rank has the whole residual stream.
         """
         ...
 
     def head(self, norm: NormWeights, weights: MatrixWeights) -> Head:
-        """Prepare the last norm and the language model's head."""
+        """Prepare the final norm and the language model's head."""
         ...
 
     def as_int8(self) -> "Ops[StepT]":
-        """The same for another model, whose weights are kept as int8."""
+        """The same operations for another model, with weights kept as int8."""
         ...
 
-    # What not every device can do.
+    # Optional features.
 
     prefers_int8: ClassVar[bool] = False
-    """Whether weights as int8 make a draft model faster: what `quantization: auto` asks."""
+    """Whether int8 weights make a draft model faster; decides `quantization: auto`."""
 
     attends_in_pieces: ClassVar[bool] = False
-    """Whether attention takes no more memory where contexts are longer."""
+    """Whether attention takes the same memory for any length of context."""
 
     @property
     def kernels(self) -> ModuleType | None:
-        """The CPU kernels, which draw tokens and exchange tensors between ranks as well."""
+        """The CPU kernels, which also draw tokens and exchange tensors; None without."""
         return None
 
     def guesser(
         self, embedding: Tensor, layers: Layers[StepT], head: Head, rotation: Rotation
     ) -> Guesser | None:
-        """Join a draft model into one call; `layers` and `head` are of these operations."""
+        """Combine a draft model into one call; `layers` and `head` are of these operations."""
         return None

@@ -1,6 +1,6 @@
-"""`Ops` made of five primitive operations: what runs where there is no native layer.
+"""`Ops` composed of five primitive operations, for devices without native layers.
 
-Owns how a sublayer is composed, and int8 weights in plain torch. Must not know weights' names or
+Owns composing a sublayer, and int8 weights in plain torch. Must not know names of weights, or
 plans.
 """
 
@@ -34,9 +34,9 @@ Linear = Callable[[Tensor], Tensor]
 
 
 class PagedAttention(Protocol):
-    """Attention of one step's queries over the pages; the same for every layer of the step.
+    """Attention of a step's queries over the pages; used by every layer of the step.
 
-    Pages are [num_blocks, block_size, kv_heads, width], a head as its `KVFormat` keeps it.
+    Pages are [num_blocks, block_size, kv_heads, width]; a head is stored in its `KVFormat`.
     """
 
     def __call__(self, query: Tensor, pages: Pages) -> Tensor:
@@ -53,7 +53,7 @@ class PagedAttention(Protocol):
 
 
 class Primitives(Protocol):
-    """Five operations of which a decoder layer can be composed."""
+    """Five operations from which a decoder layer is composed."""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return x Wᵀ + b; `x` [tokens, in], `weight` [out, in], `bias` [out]."""
@@ -77,13 +77,13 @@ class Primitives(Protocol):
     ) -> Tensor:
         """Rotate queries and keys, store keys and values in the pages.
 
-        Rotary embedding (Su et al. 2021, arXiv 2104.09864) in the layout of Hugging Face: the
-        first half of a head is rotated against the second. What is stored is made finite.
+        Rotary embedding (Su et al. 2021, arXiv 2104.09864) in the layout of Hugging Face: the first
+        half of a head is rotated against the second. Stored values are made finite.
 
         Args:
             qkv: [tokens, num_heads + 2 * kv_heads, head_dim]: queries, keys, values.
             rotation: of each token.
-            slots: [tokens], where each token's K and V go.
+            slots: [tokens], where to store each token's K and V.
 
         Returns:
             The rotated queries, [tokens, num_heads, head_dim].
@@ -95,13 +95,13 @@ class Primitives(Protocol):
         ...
 
     def paged_attention(self, batch: StepBatch, dtype: torch.dtype) -> PagedAttention:
-        """Prepare a step's attention for queries of `dtype`: what all layers share, once."""
+        """Prepare a step's attention for queries of `dtype`; all layers share it."""
         ...
 
 
 @dataclass(frozen=True)
 class ComposedStep:
-    """What all layers of a step share."""
+    """Data that all layers of a step share."""
 
     batch: StepBatch
     rotation: Rotation  # of each token
@@ -109,7 +109,7 @@ class ComposedStep:
 
 
 class ComposedOps(Ops[ComposedStep]):
-    """The operations made of the primitives of some device.
+    """The operations composed of a device's primitives.
 
     Args:
         is_int8: keep weights as int8 with a scale per output.
@@ -189,7 +189,7 @@ class ComposedOps(Ops[ComposedStep]):
         bias = weights.bias
 
         def linear(x: Tensor) -> Tensor:
-            # In float32: rounded to bfloat16, a scale would be off by up to 0.2 % for all inputs.
+            # In float32: a scale rounded to bfloat16 would be off by up to 0.2 % for all inputs.
             y = ops.linear(x, whole.to(x.dtype), None) * scales
             return (y if bias is None else y + bias).to(x.dtype)
 
@@ -197,7 +197,7 @@ class ComposedOps(Ops[ComposedStep]):
 
 
 def one_by_one(layers: Sequence[Layer[StepT]], parts: Comm | None) -> Layers[StepT]:
-    """Compute sublayer after sublayer, and add up what the ranks contribute; see `Ops.layers`."""
+    """Compute the sublayers one by one, and sum the outputs of the ranks; see `Ops.layers`."""
 
     def run(residual: Tensor, step: StepT, pages: Sequence[Pages]) -> Tensor:
         x: Tensor | None = None
@@ -213,13 +213,13 @@ def one_by_one(layers: Sequence[Layer[StepT]], parts: Comm | None) -> Layers[Ste
 
 
 def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Round each output's weights to 255 even steps between plus and minus its largest.
+    """Quantize each output's weights to 255 even steps between plus and minus the largest.
 
     Args:
         weight: [outputs, inputs].
 
     Returns:
-        Whole numbers int8 [outputs, inputs] and the size of a step, float32 [outputs].
+        Integers, int8 [outputs, inputs], and the size of a step, float32 [outputs].
     """
     wide = weight.float()
     scales = wide.abs().amax(dim=1) / 127
@@ -230,7 +230,7 @@ def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 def _add_and_normalize(
     ops: Primitives, norm: NormWeights, x: Tensor | None, residual: Tensor
 ) -> Tensor:
-    """Add x to the residual stream, in place, and normalize that."""
+    """Add x to the residual stream, in place, and normalize the sum."""
     if x is None:
         return ops.rms_norm(residual, norm.weight, norm.eps)[0]
     normed, total = ops.rms_norm(x, norm.weight, norm.eps, residual)

@@ -1,13 +1,13 @@
-"""How a head's key or value is kept in the KV cache: as it is, or in fewer bits.
+"""Formats of a head's key or value in the KV cache: unquantized, or in fewer bits.
 
-Owns the table of formats, how numbers are rounded and how they are read back. Must not know
-layers, blocks or which operations lay pages out.
+Owns the table of formats, rounding numbers and reading them back. Must not know layers, blocks, or
+which operations define the layout of pages.
 
-A quantized head is codes, and a scale for all of them or for each group; a number is its code times
-its scale. Scales are bfloat16, which has the range of float32: whatever is finite can be stored.
-They are dynamic, i.e. each is made of the numbers that it is for, when these are written, so no
-calibration is needed and no token changes what is kept of another one. `ComposedOps` keep a head in
-one piece::
+A quantized head has codes, and a scale for all codes or for each group of them. A number is its
+code times its scale. Scales are bfloat16, which has the range of float32, so all finite numbers can
+be stored. Scales are dynamic: each is computed from its numbers when they are written. So no
+calibration is needed, and a token does not change the stored data of another one. `ComposedOps`
+store a head in one piece::
 
     int8, fp8   [codes: head_dim bytes] [scale: 2 bytes]                66 bytes of 64 numbers
     int4        [codes: head_dim / 2 bytes] [scales: 2 bytes of 32]     36 bytes
@@ -24,23 +24,22 @@ from torch import Tensor
 from charonia.errors import ConfigError
 
 IN_PLACE_OF_INFINITY = 6e4
-"""What replaces infinities in the pages; finite numbers are stored as they are.
+"""Replaces infinities in the pages. Finite numbers are not changed.
 
-An infinity there would spoil other requests: times their zero weight it is no number. The request
-that computed it has lost its meaning already, so any number does; this one is within float16's
-range of 65,504, and leaves the sums that it goes into finite."""
+An infinity would spoil other requests, because times their zero weight it is NaN. The output of the
+request that computed it is meaningless anyway, so any number will do. This one is within float16's
+range of 65,504, and sums with it stay finite."""
 _LEAST = 1e-30
-"""A group whose numbers are all smaller is stored as zeros: its scale would have no precision."""
+"""A group with only smaller numbers is stored as zeros: its scale would have no precision."""
 SCALE_BYTES = 2
 
 
 class KVFormat(Protocol):
-    """A way to keep a head's numbers.
+    """A storage format for a head's numbers.
 
     Attributes:
-        storage: element type of the pages' tensors; it tells formats apart.
-        group: numbers that share a scale; None is all of a head. Where there are no scales it means
-            nothing.
+        storage: element type of the pages' tensors; different for each format.
+        group: how many numbers share a scale; None means all of a head. Not used without scales.
     """
 
     @property
@@ -50,7 +49,7 @@ class KVFormat(Protocol):
     def group(self) -> int | None: ...
 
     def width(self, head_dim: int) -> int:
-        """Elements of `storage` that a head takes."""
+        """The number of elements of `storage` that a head takes."""
         ...
 
     def encode(self, x: Tensor) -> Tensor:
@@ -64,7 +63,7 @@ class KVFormat(Protocol):
 
 @dataclass(frozen=True)
 class Unquantized:
-    """Implements `KVFormat`: numbers as they are."""
+    """Implements `KVFormat`: unquantized numbers."""
 
     storage: torch.dtype
     group: int | None = None
@@ -84,12 +83,12 @@ class Quantized:
     """Implements `KVFormat`: codes and scales.
 
     Attributes:
-        tops: what a group's number of the largest magnitude is scaled to, and the others with it.
-            Of several the one is taken that leaves the least sum of squared errors; where one is
-            negative, so is the scale of a group whose largest number is positive.
-        rounded: of scaled numbers, float32, the nearest that have a code.
-        pack: numbers that have a code, [..., groups, group], to bytes, [..., bytes].
-        unpack: bytes to float32, [..., numbers].
+        tops: targets for scaling a group's number of the largest magnitude. Of several, the one
+            with the least sum of squared errors is chosen. A negative target gives a group whose
+            largest number is positive a negative scale.
+        rounded: rounds scaled numbers, float32, to the nearest ones with a code.
+        pack: converts numbers with a code, [..., groups, group], to bytes, [..., bytes].
+        unpack: converts bytes to float32, [..., numbers].
     """
 
     storage: torch.dtype
@@ -123,12 +122,12 @@ class Quantized:
         codes, scales = self._split(stored.view(torch.uint8))
         numbers = self.unpack(codes)
         groups = _in_groups(numbers, numbers.shape[-1] // scales.shape[-1])
-        most = torch.finfo(dtype).max  # a scale is rounded, so the largest number may pass it
+        most = torch.finfo(dtype).max  # scales are rounded, so the largest number may exceed it
         wide: Tensor = (groups * scales[..., None]).flatten(-2)
         return wide.clamp_(-most, most).to(dtype)
 
     def _scaled(self, groups: Tensor, largest: Tensor, top: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Scales [..., groups, 1], the scaled numbers that have a code, and squared errors."""
+        """Return scales [..., groups, 1], rounded scaled numbers, and sums of squared errors."""
         scales = (largest / top).to(torch.bfloat16).float()
         divisors = torch.where(scales == 0, 1.0, scales)
         scaled = torch.where(scales == 0, 0.0, groups / divisors)
@@ -136,9 +135,9 @@ class Quantized:
         return scales, numbers, _sum_of_squares((numbers - scaled) * scales)
 
     def _split(self, stored: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes [..., bytes] and scales [..., groups] of bytes [..., width]."""
+        """Split bytes [..., width] into codes [..., bytes] and scales [..., groups]."""
         width = stored.shape[-1]
-        # A group of numbers, or for want of groups all, takes codes and then a scale.
+        # Each group has a scale; without groups a head has one.
         num_scales = width // (self.group * self.bits // 8 + SCALE_BYTES) if self.group else 1
         codes, scales = stored.tensor_split([width - num_scales * SCALE_BYTES], -1)
         return codes, scales.contiguous().view(torch.bfloat16).float()
@@ -149,10 +148,10 @@ def _in_groups(x: Tensor, size: int) -> Tensor:
 
 
 def _sum_of_squares(x: Tensor) -> Tensor:
-    """Over the last dimension, in float64, which squares are exact in, and in one order.
+    """Sum squares over the last dimension, in float64, where they are exact, in a fixed order.
 
-    The second half is added to the first until one number is left. So whoever sums up errors
-    like that finds the same scale to be the best.
+    The second half is added to the first until one number is left. All implementations that sum
+    errors this way choose the same scale.
     """
     size = 1 << (x.shape[-1] - 1).bit_length()
     total = F.pad(x.double().square(), (0, size - x.shape[-1]))
@@ -175,7 +174,7 @@ def _to_e4m3(scaled: Tensor) -> Tensor:
 
 
 def _pack_nibbles(numbers: Tensor) -> Tensor:
-    """The two halves of a group share bytes; a nibble is the number plus 8."""
+    """Pack the two halves of a group into the same bytes; a nibble is the number plus 8."""
     low, high = (numbers + 8).to(torch.uint8).chunk(2, -1)
     return (low | high << 4).flatten(-2)
 
@@ -194,7 +193,7 @@ _INT8 = Quantized(
     pack=lambda numbers: numbers.to(torch.int8).view(torch.uint8).flatten(-2),
     unpack=lambda codes: codes.view(torch.int8).float(),
 )
-# Where in a binade the largest number lies decides how finely the others are rounded.
+# The position of the largest number within its binade determines the rounding of the others.
 _FP8 = Quantized(
     torch.float8_e4m3fn,
     group=None,
@@ -204,8 +203,8 @@ _FP8 = Quantized(
     pack=lambda numbers: _to_e4m3(numbers).view(torch.uint8).flatten(-2),
     unpack=lambda codes: codes.view(torch.float8_e4m3fn).float(),
 )
-# Of a group's 16 codes the outermost, -8, has no opposite, so the largest number gets it, or one
-# between codes, which may leave all of them with less error.
+# Of the 16 codes, -8 has no positive counterpart. So the largest number is scaled to -8, or to a
+# value between codes if that has less error for the whole group.
 _INT4 = Quantized(
     torch.uint8,
     group=32,
@@ -225,24 +224,24 @@ FORMATS: dict[str, KVFormat] = {
         for dtype in (torch.float32, torch.bfloat16, torch.float16)
     },
 }
-"""By `KVLayout.dtype`."""
+"""Formats by `KVLayout.dtype`."""
 _BY_STORAGE = {kv_format.storage: kv_format for kv_format in FORMATS.values()}
 
 
 def format_of(pages: Tensor) -> KVFormat:
-    """The format of what lies in these pages."""
+    """The format of these pages."""
     return _BY_STORAGE[pages.dtype]
 
 
 def format_name(kv_cache_dtype: str, dtype: torch.dtype, head_dim: int) -> str:
-    """Of a setting, for a model that computes in `dtype`, the key of `FORMATS`.
+    """The key of `FORMATS` for a setting, for a model that computes in `dtype`.
 
     Raises:
-        ConfigError: heads of this size cannot be kept so.
+        ConfigError: the format does not support heads of this size.
     """
     if kv_cache_dtype == "auto":
         return str(dtype).removeprefix("torch.")
-    name = kv_cache_dtype.removesuffix("_e4m3")  # as vLLM says it
+    name = kv_cache_dtype.removesuffix("_e4m3")  # vLLM's spelling
     group = FORMATS[name].group
     if group and head_dim % group:
         raise ConfigError(

@@ -1,6 +1,6 @@
-"""The reference operations: as the formulas say, in float32, token by token where that is clearest.
+"""The reference operations: the plain formulas, in float32, token by token where that is clearest.
 
-Owns correctness: every other implementation is tested against this one. Must not be fast.
+Owns correctness: every other implementation is tested against this one. Speed does not matter.
 """
 
 import math
@@ -70,7 +70,7 @@ def _rotate(x: Tensor, rotation: Rotation) -> Tensor:
 
 
 def _read(pages: Tensor, block_ids: Tensor, context_len: int) -> Tensor:
-    """A row's K or V in order of position, [context_len, kv_heads, head_dim] float32."""
+    """Read a row's K or V in order of position, [context_len, kv_heads, head_dim] float32."""
     block_size = pages.shape[1]
     slots = [
         pages[int(block_ids[position // block_size]), position % block_size]

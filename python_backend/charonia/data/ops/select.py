@@ -1,4 +1,4 @@
-"""Which operations a model gets: by device, processor and configuration.
+"""Selects the operations for a model, by device, processor and configuration.
 
 Owns the choice and the fallback. Must not know what is computed.
 """
@@ -34,13 +34,14 @@ def select_ops(
     """Choose the operations.
 
     Args:
-        local_rank, num_local_ranks: this process among those that share the machine's cores.
+        local_rank, num_local_ranks: this process's index among those that share the machine's
+            cores, and their number.
 
-    Where the choice is ours and the kernels cannot be had, torch's operations are taken, and a
-    line in the log says so and why.
+    With cpu_kernels = 'auto', torch's operations are used if the kernels are not available, and the
+    reason is logged.
 
     Raises:
-        ConfigError: the kernels asked for by name cannot be had.
+        ConfigError: kernels that the configuration names are not available.
     """
     is_int8 = args.quantization == "int8"
     composed = ComposedOps(TorchOps(), is_int8=is_int8)

@@ -1,7 +1,7 @@
-"""The operations in plain torch, fused where torch offers it; the same code on CPU and CUDA.
+"""The operations in plain torch, fused where torch supports it; the same code for CPU and CUDA.
 
-Owns how a step's attention is cut into calls of `scaled_dot_product_attention`. Must not know
-weights' names or plans.
+Owns splitting a step's attention into calls of `scaled_dot_product_attention`. Must not know names
+of weights, or plans.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,8 @@ from charonia.data.ops.composed import PagedAttention
 from charonia.data.ops.kv_format import Quantized, format_of
 
 _NUMBERS_AT_ONCE = 1 << 22
-"""Read from quantized pages at a time: some 50 MB beside what comes of it, and enough for a GPU."""
+"""Numbers that are read from quantized pages at a time. They take some 50 MB beside the result, and
+are enough to keep a GPU busy."""
 
 
 class TorchOps:
@@ -36,7 +37,7 @@ class TorchOps:
         num_kv_heads, head_dim = pages.keys.shape[2], qkv.shape[-1]
         rotated_heads = num_heads + num_kv_heads
         tokens = qkv.shape[0]
-        # A head as its two halves, [tokens, heads, 2, dim / 2], and the angles to go with it.
+        # A head as its two halves, [tokens, heads, 2, dim / 2], and the matching angles.
         halves = qkv[:, :rotated_heads].view(tokens, rotated_heads, 2, head_dim // 2)
         cos, sin = rotation.cos[:, None], rotation.sin[:, None]  # [tokens, 1, dim / 2]
         rotated = halves * cos[:, None]
@@ -56,20 +57,20 @@ class TorchOps:
 
 
 def _store(pages: Tensor, slots: Tensor, x: Tensor) -> None:
-    """Write `x` [tokens, kv_heads, head_dim] to its slots, finite."""
+    """Write `x` [tokens, kv_heads, head_dim] to its slots [tokens], made finite."""
     encoded = format_of(pages).encode(x)
-    if pages.dtype.itemsize == 1:  # whatever they are, as torch copies no float8 to an index
+    if pages.dtype.itemsize == 1:  # as bytes: torch cannot copy float8 by index
         pages, encoded = pages.view(torch.uint8), encoded.view(torch.uint8)
     pages.view(-1, *pages.shape[2:]).index_copy_(0, slots, encoded)
 
 
 @dataclass(frozen=True)
 class _DecodeGroup:
-    """Rows of one token each whose contexts are of similar length."""
+    """Rows that compute one token each and have contexts of similar length."""
 
     tokens: Tensor  # [rows]
     block_ids: Tensor  # [rows * blocks]
-    # Added to the scores: 0 within a row's context, -inf behind it.
+    # Added to the scores: 0 within a row's context, -inf after it.
     bias: Tensor  # [rows, 1, 1, blocks * block_size]
 
 
@@ -80,16 +81,16 @@ class _Chunk:
     tokens: slice
     context_len: int
     block_ids: Tensor  # [blocks]
-    # Added to the scores; None where the chunk is the whole context so far, which
-    # `scaled_dot_product_attention` masks by itself.
+    # Added to the scores; None if the chunk is the whole context so far, which
+    # `scaled_dot_product_attention` masks itself.
     bias: Tensor | None  # [tokens, context_len]
 
 
 class _TorchAttention:
     """Attention of one step: decode rows in groups, prefill chunks row by row.
 
-    A group gathers the blocks of its rows into one padded tensor. A row shares a group only with
-    rows at least half as long, so less than half of what is gathered is padding, and there are at
+    A group gathers the blocks of its rows into one padded tensor. The shortest row of a group is at
+    least half as long as the longest, so less than half of the tensor is padding, and there are at
     most log2(blocks of the longest row) + 1 groups.
     """
 
@@ -122,9 +123,9 @@ def _blocks_of(batch: StepBatch, row: int) -> int:
 
 
 def _similar_lengths(batch: StepBatch, rows: list[int]) -> list[list[int]]:
-    """Split rows into groups whose shortest is at least half as long, in blocks, as the longest.
+    """Split rows into groups; the shortest of each has at least half the blocks of the longest.
 
-    Within a group rows stay in order, so that one group of all rows is the batch as it is.
+    Within a group rows stay in order, so a single group of all rows is the unchanged batch.
     """
     groups: list[list[int]] = []
     shortest = 0
@@ -175,7 +176,7 @@ def _chunk(batch: StepBatch, row: int, dtype: torch.dtype) -> _Chunk:
 def _gather(pages: Tensor, block_ids: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
     """Read whole blocks, [blocks * block_size, kv_heads, head_dim].
 
-    Codes are read some blocks at a time, because on the way each number is float32, twice.
+    Quantized blocks are read a few at a time, because each number takes two float32 on the way.
     """
     kv_format, (_, block_size, kv_heads, _) = format_of(pages), pages.shape
 
@@ -197,7 +198,8 @@ def _gather(pages: Tensor, block_ids: Tensor, head_dim: int, dtype: torch.dtype)
 def _attend_group(group: _DecodeGroup, query: Tensor, pages: Pages) -> Tensor:
     rows, num_heads, head_dim = query.shape
     num_kv_heads = pages.keys.shape[2]
-    # The heads that share a KV head take the place of its queries: K and V are read once for all.
+    # Heads that share a KV head are passed as queries of that head, so K and V are read once for
+    # all.
     grouped = query.reshape(rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
     keys, values = (
         _gather(part, group.block_ids, head_dim, query.dtype).view(rows, -1, num_kv_heads, head_dim)

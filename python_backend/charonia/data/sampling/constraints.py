@@ -1,11 +1,11 @@
-"""What a request's parameters do to the target's logits before a token is drawn.
+"""The effects of a request's parameters on the target's logits, before a token is drawn.
 
 Owns the edits of single logits (bias, bans, penalties) and the truncation of a ranked list (min-p,
-top-k, top-p). Must not know the noise, nor any state but the arguments.
+top-k, top-p). Must not know the noise, or any state besides the arguments.
 
 The order is vLLM's: logit bias, minimum tokens and bad words, then repetition, frequency and
-presence penalty; all of these also act on greedy rows. Then temperature, min-p, top-k and top-p,
-each on what the one before left over.
+presence penalty. All of these also apply to greedy rows. Then temperature, min-p, top-k and top-p,
+each applied to the result of the previous one.
 """
 
 from collections.abc import Sequence
@@ -18,19 +18,19 @@ from torch import Tensor
 from charonia.protocol import RowSampling
 
 DOUBT = 2e-5
-"""Relative; a mass summed in float32 is off by less."""
+"""Relative error; that of a mass summed in float32 is less."""
 _MASS_UNIT = 2.0**40
 
 
 @dataclass(frozen=True, slots=True)
 class SampledRow:
-    """One line of logits and whose it is.
+    """The parameters and history for one line of logits.
 
     Attributes:
         sampling: the request's parameters.
         token_ids: [tokens] integer, all tokens before the one to draw (prompt and generated), on
             any device; its length is the position of the new token.
-        num_prompt: how many of them are the prompt.
+        num_prompt: number of prompt tokens among them.
     """
 
     sampling: RowSampling
@@ -39,7 +39,7 @@ class SampledRow:
 
     @property
     def without_logprobs(self) -> "SampledRow":
-        """The same, where the token alone is wanted."""
+        """The same without log-probabilities."""
         if self.sampling.num_logprobs < 0:
             return self
         sampling = msgspec.structs.replace(self.sampling, num_logprobs=-1)
@@ -48,7 +48,7 @@ class SampledRow:
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """Where to cut ranked tokens, one entry per line.
+    """Parameters for truncating ranked tokens, one entry per line.
 
     Attributes:
         temperature: [n] float64, > 0.
@@ -67,11 +67,11 @@ def edit_logits(logits: Tensor, rows: Sequence[SampledRow]) -> Tensor:
     """Apply bias, bans and penalties.
 
     Args:
-        logits: [n, vocab] float32, never written to.
+        logits: [n, vocab] float32, not modified.
         rows: one per line; every token id in them is within the vocabulary.
 
     Returns:
-        `logits` itself where no row asks for anything, else an edited copy; banned is -inf.
+        `logits` itself if no row needs an edit, else an edited copy; banned tokens have -inf.
     """
     lines, ids, added = _additions(rows)
     worded = [line for line, row in enumerate(rows) if _has_long_bad_word(row.sampling)]
@@ -89,7 +89,7 @@ def edit_logits(logits: Tensor, rows: Sequence[SampledRow]) -> Tensor:
 
 
 def _additions(rows: Sequence[SampledRow]) -> tuple[list[int], list[int], list[float]]:
-    """Bias, and -inf for what is banned whatever the history: lines, token ids, values."""
+    """Bias, and -inf for bans that do not depend on history: lines, token ids, values."""
     lines: list[int] = []
     ids: list[int] = []
     added: list[float] = []
@@ -108,7 +108,7 @@ def _additions(rows: Sequence[SampledRow]) -> tuple[list[int], list[int], list[f
 
 
 def _add(logits: Tensor, lines: list[int], ids: list[int], values: Tensor) -> None:
-    """Add in place. -inf may come several times for one token: adding it again changes nothing."""
+    """Add in place. -inf may occur several times for a token, which has no further effect."""
     index = torch.tensor([lines, ids], device=logits.device)
     logits.index_put_((index[0], index[1]), values, accumulate=True)
 
@@ -120,7 +120,7 @@ def _has_long_bad_word(sampling: RowSampling) -> bool:
 def _ban_words(logits: Tensor, rows: Sequence[SampledRow], lines: list[int]) -> None:
     """Ban the last token of every sequence whose other tokens are the end of the output.
 
-    As in vLLM only generated tokens count: a sequence that began in the prompt is not finished off.
+    As in vLLM only generated tokens count: a sequence that began in the prompt is not banned.
     """
     words = [
         (place, word)
@@ -129,7 +129,7 @@ def _ban_words(logits: Tensor, rows: Sequence[SampledRow], lines: list[int]) -> 
         if len(word) > 1
     ]
     longest = max(len(word) for _, word in words) - 1
-    # Right-aligned, filled up with -1: in `tails` that equals no token, in `heads` it fits any.
+    # Right-aligned and padded with -1, which equals no token in `tails` and matches any in `heads`.
     tails = torch.full((len(lines), longest), -1, device=logits.device)  # [lines, longest]
     for place, line in enumerate(lines):
         tail = rows[line].token_ids[rows[line].num_prompt :][-longest:]
@@ -152,15 +152,15 @@ def _has_penalty(sampling: RowSampling) -> bool:
 
 
 def _penalize(logits: Tensor, rows: Sequence[SampledRow], lines: list[int]) -> None:
-    """Penalties on the tokens seen so far; the work is proportional to the rows' lengths.
+    """Apply penalties to the tokens seen so far, in time proportional to the rows' lengths.
 
-    Repetition (Keskar et al. 2019, arXiv 1909.05858, section 4.1, with the usual care for negative
-    logits) counts prompt and output, frequency and presence the output alone.
+    Repetition (Keskar et al. 2019, arXiv 1909.05858, section 4.1, with the usual rule for negative
+    logits) counts prompt and output. Frequency and presence count only the output.
     """
     vocab, device = logits.shape[1], logits.device
     chosen = [rows[line] for line in lines]
     lengths = [len(row.token_ids) for row in chosen]
-    # [seen], all rows in a row
+    # [seen], all rows concatenated
     seen = torch.cat([row.token_ids for row in chosen]).to(device, torch.int64)
     values = [
         (s.repetition_penalty, s.frequency_penalty, s.presence_penalty)
@@ -185,24 +185,24 @@ def _penalize(logits: Tensor, rows: Sequence[SampledRow], lines: list[int]) -> N
 def count_kept(
     relative: Tensor, cut: Truncation, vocab_size: int, total: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """How many of the most likely tokens may be drawn.
+    """Count the most likely tokens that may be drawn.
 
-    Min-p, top-k and top-p each keep a beginning of the ranked list, so one count says it all.
-    Top-p keeps the smallest beginning with at least `top_p` of the mass that min-p and top-k left.
-    Masses are added as integers, in units of 2**-40 of the best token's: so no sum depends on the
-    order of addition, and neither the list's length nor a token's place in a batch changes it.
+    Min-p, top-k and top-p each keep a prefix of the ranked list, so one count is enough. Top-p
+    keeps the shortest prefix with at least `top_p` of the mass that min-p and top-k left. Masses
+    are summed as integers, in units of 2**-40 of the best token's mass. So a sum does not depend on
+    the order of addition, the list's length or a token's place in a batch.
 
     Args:
         relative: [n, width] float64, (logit - highest logit) / temperature of the most likely
             `width` tokens, best first.
         cut: the parameters of the n lines.
-        total: [n] float64 mass of the whole vocabulary in units of the best token's, to within
-            DOUBT; None where top-k ends every line within the list.
+        total: [n] float64 mass of the whole vocabulary in units of the best token's, accurate to
+            DOUBT; None if top-k ends every line within the list.
 
     Returns:
-        how many certainly may be drawn and how many possibly, [n] int64 each, 1 .. width: they
-        are equal but where top-p hangs on the doubt in `total`; and whether that is final [n]
-        bool: else the answer lies beyond the list.
+        The number of tokens that certainly may be drawn, and that possibly may, [n] int64 each, 1
+        .. width. They differ only if top-p depends on the error of `total`. Third, whether the
+        counts are final, [n] bool; if not, the answer lies beyond the list.
     """
     width = relative.shape[1]
     eligible = (relative >= cut.min_p.log().unsqueeze(1)).sum(-1)

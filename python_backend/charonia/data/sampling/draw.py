@@ -1,16 +1,16 @@
 """Drawing one token per line of logits: the highest sum of logit / temperature and noise.
 
-Owns the three ways of finding that maximum without looking at the whole vocabulary. Must not know
-rows or requests: lines are independent, each with a seed, a position and parameters of its own, so
-that several positions of one sequence may be lines of one call (speculation).
+Owns three ways to find that maximum without examining the whole vocabulary. Must not know rows or
+requests: lines are independent, each with its own seed, position and parameters. So several
+positions of one sequence can be lines of one call (speculation).
 
-Every draw is exact (Gumbel-max; Maddison, Tarlow, Minka 2014, "A* sampling", section 2) or says
-that it is not: a line that is not settled at one level is drawn again at the next, where it sees
-more of the vocabulary. The last level sees all of it. What a line draws depends on nothing else.
+Every draw is exact (Gumbel-max; Maddison, Tarlow, Minka 2014, "A* sampling", section 2), or reports
+that it is not settled. Such a line is drawn again at the next level, which examines more of the
+vocabulary; the last level examines all of it. The result of a line depends on nothing else.
 
-Nor does it depend on rounding: where top-p cuts is defined by masses in whole numbers
-(constraints.count_kept), and a token that a sum in float32 leaves in doubt is not settled. So what
-ops/native/sampling.cpp draws, by another way, is the same.
+It does not depend on rounding either: the cut of top-p is defined by integer masses
+(constraints.count_kept), and a token that a sum in float32 leaves in doubt is not settled. So
+ops/native/sampling.cpp draws the same tokens by another method.
 """
 
 from collections.abc import Sequence
@@ -35,18 +35,18 @@ from charonia.data.sampling.ranking import (
 from charonia.protocol import RowSampling
 
 NUM_LEVELS = 3
-_NUM_BLOCKS = (64, 512)  # of free lines, at the levels before the last; and twice as many tokens
+_NUM_BLOCKS = (64, 512)  # of free lines, at all levels but the last; twice as many tokens
 _LISTS = (64, 256)  # tokens in a ranked list
 _MIN_TEMPERATURE = 1e-5  # vLLM's: below, a row is greedy
-_SLACK = 1e-3  # far above any rounding error of a bound
+_SLACK = 1e-3  # far above the rounding error of a bound
 
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """The parameters of some lines, on the logits' device.
+    """The parameters of lines, on the logits' device.
 
     Attributes:
-        seeds, positions: [n] int64, what the noise is made of.
+        seeds, positions: [n] int64, inputs of the noise.
         cut: temperature and truncation.
     """
 
@@ -82,14 +82,14 @@ class Lines:
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """How a line is drawn; lines of one method are drawn together.
+    """The method for drawing a line. Lines of one method are drawn together.
 
     Attributes:
-        kind: "greedy"; "free" (nothing or only min-p truncates); "listed" (the tokens that may be
-            drawn are expected in a short ranked list); "cut" (they are too many for that).
-        size: blocks to look at (free, cut), or tokens in the list.
-        has_top_k, has_top_p: what truncates (listed, cut).
-        has_min_p: truncates too (cut; the others always look).
+        kind: "greedy"; "free" (no truncation, or only min-p); "listed" (the tokens that may be
+            drawn are expected in a short ranked list); "cut" (they are too many for a list).
+        size: number of blocks to examine (free, cut), or of tokens in the list.
+        has_top_k, has_top_p: whether they truncate (listed, cut).
+        has_min_p: whether it truncates, too (cut; the other kinds always check).
     """
 
     kind: Literal["greedy", "free", "listed", "cut"]
@@ -122,11 +122,11 @@ def draw(logits: Tensor, lines: Lines | None, method: Method) -> tuple[Tensor, T
 
     Args:
         logits: [n, vocab] float32, edited (constraints.edit_logits).
-        lines: their parameters; None will do for the greedy method.
+        lines: their parameters; may be None for the greedy method.
 
     Returns:
-        token ids [n] int64, always within the vocabulary, and whether they are settled [n] bool.
-        A line with NaN or +inf, or with nothing but -inf, is never settled.
+        Token ids, [n] int64, always within the vocabulary, and whether they are settled, [n] bool.
+        A line with NaN or +inf, or with only -inf, is never settled.
     """
     if method.kind == "greedy" or lines is None:
         value, ids = best_token(logits)
@@ -139,11 +139,11 @@ def draw(logits: Tensor, lines: Lines | None, method: Method) -> tuple[Tensor, T
 
 
 def _draw_free(logits: Tensor, lines: Lines, num_blocks: int) -> tuple[Tensor, Tensor]:
-    """Look at the blocks, and then at the tokens, with the highest bounds.
+    """Draw by examining the blocks, and then the tokens, with the highest bounds.
 
-    The bound of a block is its best logit and its largest noise, that of a token its own logit and
-    its block's largest noise. Settled once the best token found beats the bounds of the first
-    block and of the first token that were left out: none of the rest can win.
+    The bound of a block is the sum of its best logit and its largest noise. That of a token is the
+    sum of its own logit and its block's largest noise. A line is settled if the best token found
+    beats the bounds of the first block and the first token left out: no other can win.
     """
     min_p, temperature = lines.cut.min_p.unsqueeze(1), lines.cut.temperature.unsqueeze(1)
     highest = block_max(logits)  # [n, blocks]
@@ -164,9 +164,9 @@ def _draw_free(logits: Tensor, lines: Lines, num_blocks: int) -> tuple[Tensor, T
 
 
 def _highest(bounds: Tensor, count: int, *others: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Places of the `count` highest bounds, `others` at these places, and the next bound.
+    """Indices of the `count` highest bounds, `others` at these indices, and the next bound.
 
-    The next bound [n] has slack for rounding; it is -inf where nothing was left out.
+    The next bound, [n], has slack for rounding; it is -inf if none was left out.
     """
     if count >= bounds.shape[1]:
         places = torch.arange(bounds.shape[1], device=bounds.device).expand_as(bounds)
@@ -179,7 +179,8 @@ def _highest(bounds: Tensor, count: int, *others: Tensor) -> tuple[tuple[Tensor,
 def _draw_listed(logits: Tensor, lines: Lines, method: Method) -> tuple[Tensor, Tensor]:
     """Draw from a ranked list.
 
-    Settled once the last token that may be drawn is in it, and it draws one that certainly may.
+    A line is settled if the list includes the last token that may be drawn, and the token drawn
+    certainly may be.
     """
     temperature = lines.cut.temperature
     values, ids = top_tokens(logits, method.size)
@@ -197,10 +198,10 @@ def _draw_listed(logits: Tensor, lines: Lines, method: Method) -> tuple[Tensor, 
 
 
 def _draw_cut(logits: Tensor, lines: Lines, method: Method) -> tuple[Tensor, Tensor]:
-    """Mask what top-k and top-p leave out, wherever that begins, and draw freely.
+    """Mask the tokens that top-k and top-p exclude, however many remain, and draw freely.
 
-    The mask of top-p is wide enough for any rounding of the masses; settled once the token drawn
-    would be within a narrow one too.
+    The mask of top-p is wide enough for any rounding of the masses. A line is settled if the token
+    drawn would pass a narrow mask, too.
     """
     temperature = lines.cut.temperature
     kept = torch.ones_like(logits, dtype=torch.bool)
@@ -224,11 +225,11 @@ def _draw_cut(logits: Tensor, lines: Lines, method: Method) -> tuple[Tensor, Ten
 
 
 def _is_sound(logits: Tensor) -> Tensor:
-    """[n] bool: neither NaN nor +inf, and not all -inf."""
+    """Whether lines have neither NaN nor +inf, and not only -inf: [n] bool."""
     return block_max(logits).amax(-1).isfinite()
 
 
 def _argmax(scores: Tensor, ids: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """The lowest id with the highest score [n], and that score [n]; NaN gives some valid id."""
+    """The lowest id with the highest score, [n], and that score, [n]; NaN gives some valid id."""
     best = scores.amax(-1, keepdim=True)
     return ids.masked_fill(scores != best, vocab_size - 1).amin(-1), best.squeeze(1)

@@ -1,7 +1,7 @@
-"""Drawing in C++: all of a step's rows in one call, edits included.
+"""Drawing in C++: all rows of a step in one call, including edits.
 
-Owns the way from requests' parameters to `ops/native/sampling.cpp`, which draws exactly what
-`constraints` and `draw` do. Must not know log-probabilities.
+Owns passing the parameters of requests to `ops/native/sampling.cpp`, which draws exactly the same
+tokens as `constraints` and `draw`. Must not know log-probabilities.
 """
 
 import weakref
@@ -24,15 +24,16 @@ class NativeDraw:
 
     def __init__(self, kernels: ModuleType) -> None:
         self._kernels = kernels
-        # A request has the same parameters at every step: they are taken over once, by the id of
-        # the struct that its row keeps. They go with that, before its id can be another's.
+        # A request has the same parameters at every step, so they are converted once, and cached by
+        # the id of the struct that its row keeps. An entry is removed with its struct, before the
+        # id can be reused.
         self._known: dict[int, tuple[weakref.ref[RowSampling], Any]] = {}
 
     def draw(self, logits: Tensor, rows: Sequence[SampledRow]) -> list[int]:
         """Draw a token for each row.
 
         Args:
-            logits: [n, vocab] float32, as the model gives them; not written to.
+            logits: [n, vocab] float32, the model's output; not modified.
             rows: n rows.
         """
         token_ids: list[int] = self._kernels.draw(
@@ -44,7 +45,7 @@ class NativeDraw:
         return token_ids
 
     def parameters(self, sampling: RowSampling) -> Any:
-        """A request's parameters as the kernels know them."""
+        """A request's parameters in the kernels' form."""
         key, forget = id(sampling), self._known.pop
         known = self._known.get(key)
         if known is None:

@@ -1,28 +1,29 @@
 """Stateless Gumbel noise: a pure function of (seed, position, token id).
 
-Owns the hash and the noise made of it. Must not know logits, requests or batches: nothing but the
-three numbers enters, so a token draws the same noise in any batch, in any order, on any device.
+Owns the hash and the noise computed from it. Must not know logits, requests or batches: the noise
+depends on the three numbers alone, so a token gets the same noise in any batch, in any order, on
+any device.
 
-How the noise of one position is laid out, with tokens in blocks of 64::
+The noise of one position, with tokens in blocks of 64::
 
     block of token t:   b = t // 64
-    hash of the block   ──► A ~ Exp(1) / 64, the smallest of 64 exponentials, and who has it
+    hash of the block   ──► A ~ Exp(1) / 64, the smallest of 64 exponentials, and its token
     hash of the token   ──► R ~ Exp(1)
-    E(t) = A            if t is the one that has it
+    E(t) = A            if t is that token
            A + R        otherwise
     noise(t) = -log E(t)
 
-By the memorylessness of the exponential distribution the 64 values E(t) are independent and
-Exp(1) (Rényi 1953, "On the theory of order statistics"), so the noise is independent standard
-Gumbel. What the detour buys is -log A: the largest noise in a block, known from *one* hash. It lets
-the sampler skip whole blocks of tokens that cannot win, exactly (draw.py), where a bound that
-holds for any noise (36.7 for 52 random bits) would skip next to nothing.
+By the memorylessness of the exponential distribution the 64 values E(t) are independent and Exp(1)
+(Rényi 1953, "On the theory of order statistics"), so the noise is independent standard Gumbel. The
+advantage is -log A, the largest noise in a block, which takes only *one* hash. With it the sampler
+can skip whole blocks of tokens that cannot win, and stays exact (draw.py). A bound for any noise
+(36.7 for 52 random bits) would skip almost nothing.
 
 The hash is SplitMix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators",
 figure 17, with the multipliers of Stafford's "Mix13"), in int64 with wrap-around. Its bits are the
 same on every device. The two logarithms are taken in float64 and the noise is rounded to float32
-once: libraries differ in the last bit of a float64 logarithm, which moves the rounded value about
-once in 1e8 (then by one unit in its last place).
+once. Libraries differ in the last bit of a float64 logarithm, which changes the rounded value about
+once in 1e8, by one unit in the last place.
 """
 
 from torch import Tensor
@@ -41,7 +42,7 @@ _MULTIPLIER_2 = _signed(0x94D049BB133111EB)
 
 
 def signed_seed(seed: int) -> int:
-    """The int64 with the bits of a 64-bit seed, which may be given as 0 .. 2**64 - 1 or signed."""
+    """The int64 with the bits of a 64-bit seed, which may be 0 .. 2**64 - 1 or signed."""
     return _signed(seed)
 
 
@@ -50,7 +51,7 @@ def gumbel(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
 
     Args:
         seeds: [n] int64, see `signed_seed`.
-        positions: [n] int64, of the token that is drawn.
+        positions: [n] int64, of the drawn token.
         token_ids: [n, c] int64, >= 0.
 
     Returns:
@@ -64,7 +65,7 @@ def gumbel(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def largest_gumbel(seeds: Tensor, positions: Tensor, blocks: Tensor) -> Tensor:
-    """The largest noise in blocks of BLOCK_SIZE tokens, also where the vocabulary ends within one.
+    """The largest noise in blocks of BLOCK_SIZE tokens, even if the vocabulary ends within one.
 
     Args:
         seeds, positions: [n] int64 as for `gumbel`.
@@ -77,17 +78,17 @@ def largest_gumbel(seeds: Tensor, positions: Tensor, blocks: Tensor) -> Tensor:
 
 
 def _keys(seeds: Tensor, positions: Tensor) -> Tensor:  # [n], [n] -> [n, 1]
-    """State of the generator for one (seed, position)."""
+    """State of the generator for each (seed, position)."""
     return _mix(_mix(seeds + _GAMMA) + (positions + 1) * _GAMMA).unsqueeze(-1)
 
 
 def _block_hashes(keys: Tensor, blocks: Tensor) -> Tensor:
-    """Blocks count down from the state where tokens count up, so that the two never meet."""
+    """Hash blocks. They count down from the state and tokens count up, so the two never meet."""
     return _mix(keys - (blocks + 1) * _GAMMA)
 
 
 def _smallest(hashes: Tensor) -> Tensor:
-    """The smallest exponential of a block; the low 6 bits, which say whose it is, are not used."""
+    """The smallest exponential of a block, without the low 6 bits, which select its token."""
     return _exponential(hashes).div_(BLOCK_SIZE)
 
 
@@ -103,5 +104,5 @@ def _mix(state: Tensor) -> Tensor:
 
 
 def _shift_right(value: Tensor, bits: int) -> Tensor:
-    """Logical shift: int64's own one would copy the sign."""
+    """Logical shift; the shift of int64 would copy the sign."""
     return (value >> bits) & ((1 << (64 - bits)) - 1)

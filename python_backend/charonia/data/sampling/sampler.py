@@ -1,14 +1,14 @@
-"""From logits to tokens: what the target model calls once per step.
+"""From logits to tokens: called once per step by the target model.
 
-Owns the order of work (edit, draw, log-probabilities, one transfer to the host) and the mixing of
-rows with different parameters in one batch. Must not know the model, the KV cache or the scheduler.
+Owns the order of work (edit, draw, log-probabilities, one transfer to the host), and batches of
+rows with different parameters. Must not know the model, the KV cache or the scheduler.
 
 A row's token is a function of its logits, its parameters and its tokens so far. It does not depend
 on the other rows, and noise enters only as (seed, position, token id), see noise.py.
 
-Logits that are not finite: NaN and -inf are never drawn, +inf counts as the largest float32. If
-nothing else is left in a row (or everything is banned), all its tokens count as equally likely
-among themselves. Other rows are not affected.
+Logits that are not finite: tokens with NaN and -inf are never drawn, and +inf counts as the largest
+float32. If a row has no other tokens (or all are banned), all its tokens are equally likely. Other
+rows are not affected.
 """
 
 from collections import defaultdict
@@ -26,12 +26,12 @@ from charonia.protocol import TokenLogprobs
 
 __all__ = ["Sampled", "SampledRow", "Sampler"]
 
-_PROMPT_CHUNK = 128  # lines of prompt log-probabilities at a time, to bound temporary memory
+_PROMPT_CHUNK = 128  # lines of prompt log-probabilities at a time, to limit temporary memory
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A drawn token, and its log-probabilities where the row asks for them."""
+    """A drawn token, and its log-probabilities if the row wants them."""
 
     token_id: int
     logprobs: TokenLogprobs | None
@@ -43,7 +43,7 @@ class Sampler:
     Args:
         vocab_size: columns of the logits.
         device: of the logits.
-        native: draws in place of torch, the same tokens; on a CPU only.
+        native: draws the same tokens in place of torch; only on a CPU.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class Sampler:
         self._native = native
 
     def sample(self, logits: Tensor, rows: Sequence[SampledRow]) -> list[Sampled]:
-        """Draw one token per row; waits for the device once, rarely twice or three times.
+        """Draw one token per row; synchronizes with the device once, rarely twice or three times.
 
         Args:
-            logits: [n, vocab] of any floating type, one line per row; not written to.
+            logits: [n, vocab] of any floating type, one line per row; not modified.
             rows: n rows; the position of the new token is the number of tokens so far.
 
         Returns:
@@ -80,7 +80,7 @@ class Sampler:
         return [result for result in results if result is not None]
 
     def draw(self, logits: Tensor, rows: Sequence[SampledRow]) -> list[int]:
-        """The token ids of `sample`, for drafts: without what rows ask for beside them."""
+        """The token ids of `sample`, for drafts, without log-probabilities."""
         if self._native is not None:
             return self._native.draw(logits.float(), rows)
         return [one.token_id for one in self.sample(logits, [row.without_logprobs for row in rows])]
@@ -90,7 +90,7 @@ class Sampler:
 
         Args:
             logits: [n, vocab] of any floating type.
-            targets: [n] integer, on any device, the token that followed each position.
+            targets: [n] integer, on any device, the token after each position.
             k: also report the k most likely tokens, >= 0.
         """
         parts = []
@@ -117,9 +117,9 @@ class Sampler:
     def _attempt(
         self, logits: Tensor, rows: list[SampledRow], level: int
     ) -> tuple[list[Sampled], list[bool]]:
-        """One attempt at some rows: results, and which of them stand."""
+        """Attempt to draw some rows; return results, and whether each is final."""
         raw = logits.float()
-        # Only what failed the first attempt is worth a look for values that are not finite.
+        # Values that are not finite are only repaired in rows that failed the first attempt.
         raw = _repair(raw) if level else raw
         edited = edit_logits(raw, rows)
         token_ids, is_settled = self._draw(_repair(edited) if level else edited, rows, level)
@@ -161,7 +161,7 @@ class Sampler:
 
 
 def _asked(rows: Sequence[SampledRow]) -> tuple[list[int], int]:
-    """Which rows want log-probabilities, and of how many of the most likely tokens at most."""
+    """The rows that want log-probabilities, and the largest number of most likely tokens."""
     asked = [i for i, row in enumerate(rows) if row.sampling.num_logprobs >= 0]
     return asked, max((rows[i].sampling.num_logprobs for i in asked), default=0)
 
@@ -180,8 +180,8 @@ def _logprobs(raw: Tensor, token_ids: Tensor, k: int) -> Tensor:
         token_ids: [n] int64.
 
     Returns:
-        [n, 2 * (k + 1) + 1] float64 for `_unpack`, or as many as there are tokens: rank, ids (the
-        given one first), logprobs.
+        [n, 2 * (k + 1) + 1] float64 for `_unpack`: rank, ids (the given one first), logprobs. k is
+        at most the number of tokens.
     """
     ids = token_ids.unsqueeze(1)
     if k:
@@ -193,7 +193,7 @@ def _logprobs(raw: Tensor, token_ids: Tensor, k: int) -> Tensor:
 
 
 def _unpack(packed: list[float], k: int) -> TokenLogprobs:
-    """One line of `_logprobs`, of which the first k of the most likely tokens are wanted."""
+    """Unpack one line of `_logprobs`, with the first k of the most likely tokens."""
     width = (len(packed) - 1) // 2
     k = min(k, width - 1)
     ids = [int(token_id) for token_id in packed[1 : 2 + k]]

@@ -1,12 +1,13 @@
-"""Verification: what the target makes of drafts.
+"""Verification of drafts by the target.
 
-Owns the comparison of drafts with what the target samples at their places. Must not know models,
-rows or where drafts come from.
+Owns comparing drafts with the tokens that the target samples at their positions. Must not know
+models, rows or the origin of drafts.
 
-The target samples every place with its own noise, which a draft model used too (Gumbel coupling;
-Daliri, Musco, Suresh 2024, arXiv 2408.07978: they agree with a probability of at least (1 - TV) /
-(1 + TV) for the total variation TV of their distributions). A draft is accepted if it is the very
-token that the target sampled. So a run of tokens is what the target samples without drafts.
+The target samples every position with the noise of that position, and a draft model used the same
+noise (Gumbel coupling; Daliri, Musco, Suresh 2024, arXiv 2408.07978). With a total variation TV
+between their distributions they agree with a probability of at least (1 - TV) / (1 + TV). A draft
+is accepted if it is the token that the target sampled. So the tokens are those that the target
+samples without drafts.
 """
 
 from collections.abc import Sequence
@@ -16,19 +17,19 @@ _MASK = 2**64 - 1
 
 
 def num_accepted(drafts: Sequence[int], sampled: Sequence[int]) -> int:
-    """How many drafts the target would have sampled itself, up to the first that it would not.
+    """The number of drafts before the first one that the target would not have sampled itself.
 
     Args:
-        drafts: k token ids. sampled: at the places of the drafts, and one more behind them.
+        drafts: k token ids. sampled: k + 1 token ids, at the drafts' positions and the next one.
     """
     pairs = zip(drafts, sampled, strict=False)
     return next((place for place, (d, s) in enumerate(pairs) if d != s), len(drafts))
 
 
 def num_accepted_synthetically(num_drafts: int, rate: float, seed: int, position: int) -> int:
-    """Accept each draft with probability `rate`, whatever it is, up to the first that fails.
+    """Accept each draft with probability `rate`, whatever it is, up to the first rejection.
 
-    What is drawn is a function of (seed, position), so that a run can be repeated.
+    The decision is a function of (seed, position), so a run can be repeated.
 
     Args:
         position: of the first draft.

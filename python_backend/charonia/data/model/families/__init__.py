@@ -1,13 +1,13 @@
-"""The families of models, one file each, by what config.json calls them.
+"""The families of models, one file each, by their name in config.json.
 
-To add a family whose layers are made of sublayers that there are:
+To add a family whose layers are made of existing sublayers:
 
 1. Write its file: a `Family` with the keys of its configuration class in transformers.
 2. List it in `FAMILIES`.
 3. Add it to `support/checkpoints.py` and `support/configurations.py` of the tests, which then hold
    it against transformers, and its keys to the table of model_repository/README.md.
 
-One with another sublayer, activation or norm needs more: see `sublayers` and `ops.base`.
+A family with another sublayer, activation or norm needs more: see `sublayers` and `ops.base`.
 """
 
 from collections.abc import Mapping
@@ -24,10 +24,10 @@ FAMILIES = {family.architecture: family for family in (LLAMA, MISTRAL, QWEN2, QW
 
 
 def family_of(values: Mapping[str, Any]) -> Family:
-    """Find the family that a configuration is of, by its architecture and its `model_type`.
+    """Find the family of a configuration, by its architecture and its `model_type`.
 
     Raises:
-        CheckpointError: it is none of ours, or transformers would take it for another one.
+        CheckpointError: the family is not supported, or architecture and model_type do not match.
     """
     names = values.get("architectures")
     known = [name for name in FAMILIES if isinstance(names, list) and name in names]

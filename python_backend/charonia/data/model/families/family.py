@@ -14,24 +14,24 @@ SublayerName = Literal["attention", "mlp"]
 
 
 def window_of_all_layers(config: ConfigValues) -> int | None:
-    """The sliding window where all layers have the same, None where there is none."""
+    """The sliding window of models whose layers all have the same; None if there is none."""
     return None if config.get("sliding_window") is None else config.integer("sliding_window")
 
 
 @dataclass(frozen=True)
 class Family:
-    """A family of models: what its config.json may say, and what that does not say.
+    """A family of models: the keys of its config.json, and properties that have no key.
 
     Attributes:
-        architecture: what config.json calls it.
-        model_type: what transformers chooses the model by.
+        architecture: its name in config.json.
+        model_type: by which transformers chooses the model.
         keys: of config.json.
-        sublayers: of each layer, in their order; each at most once, as the names of its tensors and
-            the layer's KV cache belong to one of a kind.
-        window: the smallest sliding window of its layers, None where all attend to everything.
-        has_output_bias: whether attention's output has a bias where `attention_bias` is true.
+        sublayers: of each layer, in order. Each kind at most once, because its tensors' names and
+            the layer's KV cache are for one of a kind.
+        window: the smallest sliding window of its layers; None if all attend to everything.
+        has_output_bias: whether attention's output has a bias if `attention_bias` is true.
         has_head_norms: whether each head of queries and of keys is normalized.
-        heads_divide_hidden_size: whether transformers refuses a hidden_size that is no multiple of
+        heads_divide_hidden_size: whether transformers requires hidden_size to be a multiple of
             num_attention_heads.
     """
 

@@ -1,4 +1,4 @@
-"""Llama, from the first one on, and what took over its architecture."""
+"""Llama, all versions from the first, and models that use its architecture."""
 
 from charonia.data.model.config_keys import Fixed, Keys
 from charonia.data.model.families.family import Family
@@ -16,7 +16,7 @@ LLAMA = Family(
             "num_key_value_heads": None,
             "head_dim": None,
             "max_position_embeddings": 2048,
-            # No key of the class, but the cache of `generate` goes by it.
+            # Not a key of the class, but the cache of `generate` reads it.
             "sliding_window": None,
             "attention_bias": False,
             "mlp_bias": False,

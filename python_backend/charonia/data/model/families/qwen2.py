@@ -1,6 +1,6 @@
-"""Qwen2 and Qwen2.5: a Llama with biases of queries, keys and values alone.
+"""Qwen2 and Qwen2.5: a Llama with biases of queries, keys and values only.
 
-Some of its layers may have a sliding window: those behind `max_window_layers`, or those that
+Some of its layers may have a sliding window: those from `max_window_layers` on, or those that
 `layer_types` names.
 """
 
@@ -29,7 +29,7 @@ _SLIDING = "sliding_attention"
 
 
 def window_of_some_layers(config: ConfigValues) -> int | None:
-    """The window of the layers that have one, None where every layer attends to everything."""
+    """The window of the layers that have one; None if every layer attends to everything."""
     window = window_of_all_layers(config)
     if not config.flag("use_sliding_window"):
         window = None

@@ -1,5 +1,5 @@
-"""The native implementation for CPUs: its C++ sources, how they are built, and what they plug into.
+"""The native implementation for CPUs: C++ sources, their compilation, and the interface to `Ops`.
 
-`kernels.cpp` names the sources and binds them, `build` compiles them for this processor and caches
-the result, `ops` puts it behind the seam of `ops.base`, `threads` says which cores it runs on.
+`kernels.cpp` lists and binds the sources. `build` compiles them for this processor and caches the
+result. `ops` implements `ops.base` with them. `threads` chooses the cores.
 """

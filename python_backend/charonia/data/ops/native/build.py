@@ -1,6 +1,6 @@
-"""Compiles the CPU kernels for this processor, once, and loads them.
+"""Compiles the CPU kernels once for this processor, and loads them.
 
-    python -m charonia.data.ops.native.build          # what `make setup` and the image do
+    python -m charonia.data.ops.native.build          # done by `make setup` and the image
 
 Owns the choice of instruction set and the cache on disk. Must not know what the kernels compute.
 """
@@ -28,7 +28,7 @@ _MODULE = "charonia_kernels"  # as kernels.cpp says
 _AVX2_FLAGS = ["-mavx2", "-mfma"]
 _AVX512_FLAGS = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", *_AVX2_FLAGS]
 _AVX512_VNNI_FLAGS = [*_AVX512_FLAGS, "-mavx512vnni"]
-# Every processor with products of bfloat16 has those of whole numbers.
+# Every processor with products of bfloat16 has products of integers.
 _AVX512_BF16_FLAGS = [*_AVX512_VNNI_FLAGS, "-mavx512bf16"]
 FLAGS = {
     "amx_bf16": [*_AVX512_BF16_FLAGS, "-mavx512vbmi", "-mamx-tile", "-mamx-bf16"],
@@ -62,30 +62,30 @@ _COMMON_FLAGS = [
 
 
 class KernelsUnavailableError(Exception):
-    """The kernels can be neither loaded nor built; the text says why."""
+    """The kernels can be neither loaded nor built, for the reason in the text."""
 
 
 def best_isa() -> str:
-    """Name the best instruction set that this processor has."""
+    """The best instruction set of this processor."""
     flags = _processor_flags()
     return next(isa for isa, needed in _NEEDED.items() if needed <= flags)
 
 
 def supported_isas() -> list[str]:
-    """Name all instruction sets that this processor has, best first."""
+    """All instruction sets of this processor, best first."""
     flags = _processor_flags()
     return [isa for isa, needed in _NEEDED.items() if needed <= flags]
 
 
 def load_kernels(isa: str, log: Callable[[str], None]) -> ModuleType:
-    """Load the kernels for an instruction set, building them if that was never done here.
+    """Load the kernels for an instruction set; build them first if they are not cached.
 
     Args:
         isa: one of `supported_isas()`.
-        log: takes a line when something is built.
+        log: takes a line when kernels are built.
 
     Raises:
-        KernelsUnavailableError: there is no compiler, or it fails, or the library cannot be loaded.
+        KernelsUnavailableError: the compiler is missing or fails, or the library cannot be loaded.
     """
     path = build_kernels(isa, log)
     if isa == "amx_bf16" and not _may_use_tiles():
@@ -100,10 +100,10 @@ def build_kernels(isa: str, log: Callable[[str], None]) -> Path:
     """Compile the kernels for an instruction set unless they are cached; return the library.
 
     Args:
-        isa: a key of `FLAGS`. log: takes a line before, as it takes about half a minute, and after.
+        isa: a key of `FLAGS`. log: takes a line before and after; it takes about half a minute.
 
     Raises:
-        KernelsUnavailableError: there is no compiler, or it fails.
+        KernelsUnavailableError: the compiler is missing or fails.
     """
     path = _library(isa)
     if path.exists():
@@ -124,14 +124,14 @@ def build_kernels(isa: str, log: Callable[[str], None]) -> Path:
 
 
 def _reason(error: Exception) -> str:
-    """The line of a compiler's output, or of any other error, that says what is wrong."""
+    """The most informative line of a compiler's output, or of another error."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return next((line for line in lines if "error:" in line), lines[0])
 
 
 @cache
 def _load(path: Path) -> ModuleType:
-    # As if in a package of the library's own: modules of one name are taken for one module.
+    # In a package named after the library: modules of the same name would count as one module.
     spec = importlib.util.spec_from_file_location(f"{path.stem}.{_MODULE}", path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path.name} is not a module")
@@ -141,13 +141,13 @@ def _load(path: Path) -> ModuleType:
 
 
 def _build(isa: str, path: Path) -> None:
-    # Imported here: it takes a second, and a start with the kernels in the cache needs none of it.
+    # Imported here: the import takes a second, and is not needed if the kernels are cached.
     from torch.utils import cpp_extension
 
     path.parent.mkdir(parents=True, exist_ok=True)
     _find_ninja()
-    # Built beside the cache and moved into it: processes that build at once do not disturb each
-    # other, and one that is killed leaves no half a library and no lock.
+    # Built in a temporary directory and moved into the cache: processes that build at the same time
+    # do not disturb each other, and a killed one leaves no partial library and no lock.
     directory = tempfile.mkdtemp(prefix="build-", dir=path.parent)
     try:
         cpp_extension.load(
@@ -157,21 +157,21 @@ def _build(isa: str, path: Path) -> None:
             build_directory=directory,
             is_python_module=False,
         )
-        # Not named: torch numbers what one process builds more than once.
+        # By pattern: torch numbers libraries that one process builds repeatedly.
         next(Path(directory).glob("*.so")).replace(path)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
 
 def _find_ninja() -> None:
-    """Have the ninja of this Python's environment found, even where that is not activated."""
+    """Put this Python's scripts on PATH: the environment with ninja may not be activated."""
     scripts = sysconfig.get_path("scripts")
     if scripts not in os.environ.get("PATH", "").split(os.pathsep):
         os.environ["PATH"] = os.pathsep.join((os.environ.get("PATH", os.defpath), scripts))
 
 
 def _library(isa: str) -> Path:
-    """Where the kernels for an instruction set are cached: by all that they are made of."""
+    """The path of cached kernels; the name contains a digest of everything they depend on."""
     digest = hashlib.sha256()
     for source in sorted([*SOURCE_DIR.glob("*.cpp"), *SOURCE_DIR.glob("*.h")]):
         digest.update(source.read_bytes())
@@ -182,7 +182,7 @@ def _library(isa: str) -> Path:
 
 
 def _cache_dir() -> Path:
-    """TORCH_EXTENSIONS_DIR, where torch's own extensions go, or the user's cache directory."""
+    """In TORCH_EXTENSIONS_DIR, where torch's own extensions are, or the user's cache directory."""
     if directory := os.environ.get("TORCH_EXTENSIONS_DIR"):
         return Path(directory) / "charonia"
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -201,7 +201,7 @@ def _processor_flags() -> frozenset[str]:
 
 @cache
 def _may_use_tiles() -> bool:
-    """Ask Linux for the tile registers of AMX, which a process has none of before it asks.
+    """Request the tile registers of AMX from Linux; a process may not use them before.
 
     See "Using XSTATE features in user space applications" in Linux's documentation of x86.
     """
@@ -211,7 +211,7 @@ def _may_use_tiles() -> bool:
 
 
 def main() -> None:
-    """Build the kernels for this processor, or for the instruction sets that are named."""
+    """Build the kernels for this processor, or for the instruction sets in the arguments."""
     parser = argparse.ArgumentParser(description="Build the CPU kernels ahead of their first use.")
     parser.add_argument(
         "isas", nargs="*", metavar="ISA", help=f"of {', '.join(FLAGS)}; default: this processor's"

@@ -1,6 +1,6 @@
 """`Ops` in C++: all layers of a model on a CPU in one native call.
 
-Owns the wiring between the seam and `kernels.cpp`. Must not know plans or weights' names.
+Owns the mapping from `Ops` to `kernels.cpp`. Must not know plans or names of weights.
 """
 
 import copy
@@ -34,14 +34,14 @@ from charonia.protocol import KVLayout
 
 DTYPES = (torch.float32, torch.bfloat16)
 _LANES = 16
-"""Of the widest vectors; a block holds a multiple, a head is filled up to one."""
+"""Lanes of the widest vectors. Blocks have a multiple of it; heads are padded to one."""
 
 
 class NativeOps(Ops[Any]):
-    """The operations in the CPU kernels.
+    """The operations of the CPU kernels.
 
-    From here on torch itself computes with one thread, and the kernels' pool with as many as it is
-    told: two pools would fight over the same cores.
+    From here on torch itself computes with one thread, and the kernels' pool with those of
+    `threads`: two pools would compete for the same cores.
 
     Args:
         kernels: of `build.load_kernels`.
@@ -60,7 +60,7 @@ class NativeOps(Ops[Any]):
         kernels.set_threads(threads.num_threads, list(threads.cores[1:]))
 
     def as_int8(self) -> "NativeOps":
-        """The same for another model, whose weights are kept as int8."""
+        """The same operations for another model, with weights kept as int8."""
         other = copy.copy(self)
         other._is_int8 = True
         return other
@@ -72,7 +72,7 @@ class NativeOps(Ops[Any]):
 
     @staticmethod
     def obstacle(dtype: torch.dtype, block_size: int) -> str | None:
-        """Say what the kernels cannot do of what is asked for, None if there is nothing."""
+        """Why the kernels cannot be used with these arguments; None if they can."""
         if dtype not in DTYPES:
             return f"they compute in float32 and bfloat16, not in {dtype}".replace("torch.", "")
         if block_size % _LANES:
@@ -81,12 +81,12 @@ class NativeOps(Ops[Any]):
 
     @staticmethod
     def page_shapes(layout: KVLayout) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """As products want their right-hand side: see pages.h."""
+        """The layout that products need of their right-hand side; see pages.h."""
         dim = -(-layout.head_dim // _LANES) * _LANES
         heads, tokens = layout.num_kv_heads, layout.block_size
         kv_format = FORMATS[layout.dtype]
         if isinstance(kv_format, Quantized):
-            shape = heads, tokens, kv_format.width(dim)  # as many bytes, in another order
+            shape = heads, tokens, kv_format.width(dim)  # the same size, in another order
             return shape, shape
         pair = 4 // kv_format.storage.itemsize
         return (heads, dim // pair, tokens, pair), (heads, tokens // pair, dim, pair)
@@ -134,13 +134,14 @@ class NativeOps(Ops[Any]):
         return mlp
 
     def layers(self, layers: Sequence[Layer[Any]], parts: Comm | None = None) -> Layers[Any]:
-        """Join the sublayers of each layer, and the layers, in one native call.
+        """Combine the sublayers of each layer, and the layers, into one native call.
 
-        That is for layers of attention and an MLP, alone or with ranks that share memory. Others
-        take a call for each sublayer.
+        This is for layers of attention and an MLP, on one rank or on ranks that share memory.
+        Others use one call per sublayer.
 
         Args:
-            parts: with an attribute `exchange`, the kernels' own, the call reduces through it.
+            parts: if it has an attribute `exchange`, an object of the kernels, the call reduces
+                through it.
         """
         exchange, kernels = getattr(parts, "exchange", None), self._kernels
         is_fused = all(

@@ -1,13 +1,13 @@
-"""Which threads compute, and on which cores.
+"""The threads that compute, and their cores.
 
-Owns the layout: one pool computes, no other. Must not know what is computed.
+Owns the layout. All computation uses charonia's own thread pool. Must not know what is computed.
 
-The pool has a thread for each core that the process may use; the first is whoever runs the steps,
-and is never bound: what it starts, threads and processes, would be bound with it. While a step
-runs they look for work without sleeping, so that an operation of a few microseconds can be shared
-out; 0.2 ms after the last one they sleep. Everything else (Triton's own threads, the scheduler, the
-client) takes turns with them as the operating system sees fit: work is claimed in small pieces, and
-nobody waits for a thread that has none.
+The pool has a thread for each core that the process may use. The first thread is the one that runs
+the steps. It is never bound to a core, because threads and processes that it starts would inherit
+that. During a step the threads poll for work without sleeping, so even an operation of a few
+microseconds can be parallel. They sleep 0.2 ms after the last operation. Other processes (Triton's
+own threads, the scheduler, the client) share the cores as the operating system decides. Work is
+claimed in small pieces, so no thread waits for one that lost its core.
 """
 
 import os
@@ -18,9 +18,9 @@ from charonia.errors import ConfigError
 
 @dataclass(frozen=True)
 class ThreadLayout:
-    """How many threads compute, and the core of each; no cores leaves them unbound.
+    """The number of threads that compute, and the core of each; without cores they are not bound.
 
-    The first core is the one that is left to the first thread.
+    The first core is left to the first thread.
     """
 
     num_threads: int
@@ -30,17 +30,17 @@ class ThreadLayout:
     def of(
         cls, num_threads: int | None, binding: str, local_rank: int = 0, num_local_ranks: int = 1
     ) -> "ThreadLayout":
-        """Lay the threads of one rank out, beside those of the others on this machine.
+        """Lay out the threads of one rank, beside those of the other ranks of this machine.
 
         Args:
-            num_threads: None is one per core that this process may use, shared out among the ranks.
-            binding: "auto" binds each thread to a core where there is one for each, and leaves
-                them to the operating system where there are fewer threads than cores, or more;
-                "none" never binds; else a list of cores such as "0-3,8", one per thread.
+            num_threads: None takes one per core that this process may use, split among the ranks.
+            binding: "auto" binds each thread to a core if there are as many threads as cores, and
+                does not bind otherwise; "none" never binds; a list such as "0-3,8" has one core per
+                thread.
 
         Raises:
-            ConfigError: the list makes no sense, names a core that the process may not use, or
-                has fewer cores than there are threads.
+            ConfigError: the list is invalid, names a core that the process may not use, or has
+                fewer cores than threads.
         """
         allowed = sorted(os.sched_getaffinity(0))
         cores = allowed if binding in ("auto", "none") else _parse(binding, allowed)
