@@ -356,7 +356,7 @@ def test_why_a_file_of_the_same_model_is_not_used_is_said_in_words(open_file, li
     save(file, 0, 1)
     file.close()
     open_file(IDENTITY, label="m 0 0").close()
-    assert sum("of a version that says otherwise" in line for line in lines) == 2
+    assert sum("of a version that records this differently" in line for line in lines) == 2
 
 
 def test_a_file_that_others_may_read_is_made_private(open_file):

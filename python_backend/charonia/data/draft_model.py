@@ -5,9 +5,9 @@ know which guesses are accepted: its cursor of each row is kept with the rows, i
 
 One step, for a row with known tokens up to t and three drafts::
 
-    pass 1   what it has not computed yet, up to t ─► d1     (after a prefix hit, a rejection, a
-    pass 2                                      d1 ─► d2      while without drafts: several tokens)
-    pass 3                                      d2 ─► d3     d3 is never computed here
+    pass 1   tokens not computed yet, up to t ─► d1    (several after a prefix hit, a rejection,
+    pass 2                                 d1 ─► d2     or steps without drafts)
+    pass 3                                 d2 ─► d3    d3 is never computed here
 
 It samples like the target, with the same parameters and the same noise (see `verify`).
 """

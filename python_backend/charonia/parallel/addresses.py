@@ -58,7 +58,7 @@ def listen(address: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ConfigError(
-            f"ranks cannot be waited for at {address}:{port}: {error.strerror}"
+            f"cannot listen for ranks at {address}:{port}: {error.strerror}"
         ) from None
     return listener
 

@@ -232,7 +232,8 @@ def check_unused() -> None:
     if dist.is_initialized():
         raise ConfigError(
             "torch.distributed is in use in this process already, by another engine of several"
-            " ranks or by the program itself: an engine of several ranks needs a process without"
+            " ranks or by the program itself: an engine of several ranks needs a process that"
+            " does not use it"
         )
 
 

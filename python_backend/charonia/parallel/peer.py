@@ -81,7 +81,7 @@ class Peer:
         try:
             return self._next(timeout, spin=spin)
         except TimeoutError:
-            raise RankLostError("nothing was heard of it") from None
+            raise RankLostError("no message or heartbeat came in time") from None
 
     def take(self) -> Iterator[Message]:
         """Yield the complete messages that have arrived, without waiting.

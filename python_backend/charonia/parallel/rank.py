@@ -124,12 +124,12 @@ def _introduce(channel: Channel, secret: str) -> Channel:
     try:
         is_engine = find_engine(channel, secret)
     except OSError as error:
-        raise RankLostError(f"nobody answers there: {error.strerror or error}") from None
+        raise RankLostError(f"the engine does not answer: {error.strerror or error}") from None
     if not is_engine:
         channel.close()
         raise RankLostError(
-            f"whoever answers there does not know what {SECRET_VARIABLE} says here, or takes no"
-            " connections at present"
+            f"the engine has another {SECRET_VARIABLE} than this rank, or takes no connections at"
+            " present"
         )
     return channel
 

@@ -381,7 +381,7 @@ class RankTeam:
                         else:
                             self._said.put((number, message))
                     if rank.is_silent:
-                        self.lose(f"rank {number}: nothing was heard of it")
+                        self.lose(f"rank {number}: no message or heartbeat came in time")
                 except RankLostError as error:
                     self.lose(f"rank {number}: {error}")
 

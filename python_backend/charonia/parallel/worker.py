@@ -54,15 +54,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m charonia.parallel.worker",
-        description="Have a part of an engine's models, for an engine on another machine.",
+        description="Run a rank of an engine on another machine.",
         epilog=f"The environment variable {SECRET_VARIABLE} must hold the same text as the"
-        " engine's. Under torchrun the ranks of one machine share out its GPUs or cores.",
+        " engine's. Under torchrun the ranks of one machine share its GPUs or cores.",
     )
     parser.add_argument(
         "--join", required=True, type=_address, metavar="HOST:PORT", help="the engine's rendezvous"
     )
-    parser.add_argument("--model", metavar="DIR", help="where the checkpoint is on this machine")
-    parser.add_argument("--draft-model", metavar="DIR", help="the same of the draft model")
+    parser.add_argument("--model", metavar="DIR", help="the checkpoint's path on this machine")
+    parser.add_argument(
+        "--draft-model", metavar="DIR", help="the draft model's path on this machine"
+    )
     # Internal: for processes that charonia starts.
     parser.add_argument("--local-index", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)

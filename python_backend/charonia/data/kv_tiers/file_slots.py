@@ -237,7 +237,7 @@ class FileSlots:
         if missing * num_files > free:
             reason = (
                 f"kv_cache_file_space needs {missing * num_files / _GIB:.3g} GiB more, and the file"
-                f" system has {free / _GIB:.3g} GiB free: what does not fit is not kept"
+                f" system has {free / _GIB:.3g} GiB free: blocks that do not fit are not saved"
             )
             self._log(event("kv_file_may_not_fit", path=self.path, reason=reason))
 

@@ -87,7 +87,7 @@ def differences(found: bytes, own: bytes) -> str:
     try:
         there, here = (msgspec.msgpack.decode(one, type=_Facts) for one in (found, own))
     except (msgspec.MsgspecError, UnicodeDecodeError):
-        return "it is of a version that says otherwise what it depends on"
+        return "it is of a version that records this differently"
     words = []
     for name in [*here, *(there.keys() - here.keys())]:
         old, new = there.get(name), here.get(name)

@@ -120,7 +120,7 @@ class ComposedOps(Ops[ComposedStep]):
         self._is_int8 = is_int8
 
     def as_int8(self) -> "ComposedOps":
-        """The same for another model, whose weights are kept as int8."""
+        """The same operations for another model, with weights kept as int8."""
         return ComposedOps(self._primitives, is_int8=True)
 
     def page_shapes(self, layout: KVLayout) -> tuple[tuple[int, ...], tuple[int, ...]]:

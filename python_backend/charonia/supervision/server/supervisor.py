@@ -6,7 +6,7 @@ a server is started, when a process counts as lost (`judge`), or how a model is 
 
 ::
 
-    start ─► wait until a token comes ─► watch ──(stop requested)──► stop, return
+    start ─► wait for the first token ─► watch ──(stop requested)──► stop, return
       ▲                                    │
       └── back-off ◄── kill everything ◄───┘ only a restart helps, see below
              │

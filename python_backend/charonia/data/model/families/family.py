@@ -1,4 +1,4 @@
-"""What distinguishes the families of models.
+"""The differences between families of models.
 
 Owns the record that each family fills in, in a file of its own. Must not know tensors.
 """
