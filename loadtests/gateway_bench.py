@@ -80,13 +80,24 @@ class Burst:
     p99_ms: float
 
 
+def several(text: str) -> int:
+    """A whole number above 1."""
+    if (value := positive(text)) < 2:
+        raise ValueError
+    return value
+
+
 @contextlib.asynccontextmanager
 async def opened(way: str, address: str, count: int) -> AsyncIterator[list[Side]]:
-    """So many sides: connections to the gateway, or one channel of gRPC that all share."""
+    """So many sides, connected: connections to the gateway, or a channel of gRPC for all.
+
+    They are not kept from turn to turn: the gateway closes what is idle for five seconds.
+    """
     sides: list[Side] = [GrpcSide(address)]
     if way == "gateway":
         sides = [HttpSide(address) for _ in range(count)]
     try:
+        await asyncio.gather(*(side.connect() for side in sides))
         yield sides if way == "gateway" else sides * count
     finally:
         await asyncio.gather(*(side.close() for side in sides))
@@ -110,33 +121,24 @@ class Measurement:
     async def streams(self, count: int, repetitions: int) -> dict[str, list[Turn]]:
         """So many streams at once, the ways in turns; the first repetition is not counted."""
         turns: dict[str, list[Turn]] = {way: [] for way in WAYS}
-        async with contextlib.AsyncExitStack() as stack:
-            sides = {
-                way: await stack.enter_async_context(opened(way, self._addresses.of(way), count))
-                for way in WAYS
-            }
-            title = f"{count} streams"
-            for _ in tqdm(range(1 + repetitions), desc=title, unit="repetition"):
-                for way in self._drawn.sample(WAYS, len(WAYS)):
+        for _ in tqdm(range(1 + repetitions), desc=f"{count} streams", unit="repetition"):
+            for way in self._drawn.sample(WAYS, len(WAYS)):
+                async with opened(way, self._addresses.of(way), count) as sides:
                     # No prompt comes twice: the scheduler keeps answers.
-                    calls = [side.stream(self._prompt(), self._num_tokens) for side in sides[way]]
-                    found = await asyncio.gather(*calls)
-                    turns[way].append(Turn.of(found))
+                    calls = [side.stream(self._prompt(), self._num_tokens) for side in sides]
+                    turns[way].append(Turn.of(await asyncio.gather(*calls)))
         return {way: found[1:] for way, found in turns.items()}
 
     async def bursts(self, at_once: int, repetitions: int) -> dict[str, list[Burst]]:
         """Requests for one answer that the scheduler has, so many at once, the ways in turns."""
         bursts: dict[str, list[Burst]] = {way: [] for way in WAYS}
         prompt = self._prompt()
-        async with contextlib.AsyncExitStack() as stack:
-            sides = {
-                way: await stack.enter_async_context(opened(way, self._addresses.of(way), at_once))
-                for way in WAYS
-            }
-            expected = await sides["gRPC"][0].whole(prompt, self._num_tokens)
-            for _ in tqdm(range(1 + repetitions), desc=f"{at_once} requests", unit="repetition"):
-                for way in self._drawn.sample(WAYS, len(WAYS)):
-                    bursts[way].append(await self._burst(sides[way], prompt, expected))
+        async with opened("gRPC", self._addresses.grpc, 1) as (side,):
+            expected = await side.whole(prompt, self._num_tokens)
+        for _ in tqdm(range(1 + repetitions), desc=f"{at_once} requests", unit="repetition"):
+            for way in self._drawn.sample(WAYS, len(WAYS)):
+                async with opened(way, self._addresses.of(way), at_once) as sides:
+                    bursts[way].append(await self._burst(sides, prompt, expected))
         return {way: found[1:] for way, found in bursts.items()}
 
     async def _burst(self, sides: Sequence[Side], prompt: Sequence[int], expected: str) -> Burst:
@@ -148,7 +150,7 @@ class Measurement:
         started = time.perf_counter()
         times = await asyncio.gather(*map(timed, sides))
         seconds = time.perf_counter() - started
-        quantiles = statistics.quantiles(times, n=100) if len(times) > 1 else [times[0]] * 99
+        quantiles = statistics.quantiles(times, n=100, method="inclusive")
         return Burst(len(times) / seconds, quantiles[49], quantiles[98])
 
     async def bytes_per_request(self) -> dict[str, dict[str, float]]:
@@ -278,10 +280,10 @@ def main() -> None:
         help="streams at once (default: 1 8 32 256)",
     )
     parser.add_argument(
-        "--at-once", type=positive, default=1000, metavar="N", help="requests (default: 1000)"
+        "--at-once", type=several, default=1000, metavar="N", help="requests (default: 1000)"
     )
     parser.add_argument(
-        "--tokens", type=positive, default=64, metavar="N", help="of an answer (default: 64)"
+        "--tokens", type=several, default=64, metavar="N", help="of an answer (default: 64)"
     )
     parser.add_argument(
         "--repetitions", type=positive, default=9, metavar="N", help="counted ones (default: 9)"

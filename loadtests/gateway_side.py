@@ -41,6 +41,10 @@ class Streamed:
 class Side(Protocol):
     """A way to a server, for one request at a time."""
 
+    async def connect(self) -> None:
+        """Open the connection."""
+        ...
+
     async def stream(self, prompt: Sequence[int], num_tokens: int) -> Streamed:
         """Stream a greedy completion of exactly so many tokens."""
         ...
@@ -59,6 +63,10 @@ class GrpcSide:
 
     def __init__(self, address: str) -> None:
         self._client = AsyncClient(address)
+
+    async def connect(self) -> None:
+        """See `Side`."""
+        await self._client.probe()
 
     async def stream(self, prompt: Sequence[int], num_tokens: int) -> Streamed:
         """See `Side`."""
@@ -92,6 +100,10 @@ class HttpSide:
         self._port = int(port)
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
+    async def connect(self) -> None:
+        """See `Side`."""
+        self._streams = await asyncio.open_connection(self._host, self._port)
+
     async def stream(self, prompt: Sequence[int], num_tokens: int) -> Streamed:
         """See `Side`."""
         sent_at = time.perf_counter()
@@ -124,8 +136,7 @@ class HttpSide:
         await reader.readline()
 
     async def _send(self, body: dict[str, Any]) -> tuple[asyncio.StreamReader, dict[str, str]]:
-        if self._streams is None:
-            self._streams = await asyncio.open_connection(self._host, self._port)
+        assert self._streams is not None, "it is not connected"
         reader, writer = self._streams
         content = json.dumps({**body, "temperature": 0, "ignore_eos": True}).encode()
         head = (
