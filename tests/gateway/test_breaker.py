@@ -67,6 +67,8 @@ def test_a_probe_that_is_answered_ends_a_trial_that_still_runs() -> None:
     breaker.note_up()
     assert breaker.admits
     assert not breaker.is_open
+    breaker.fail()  # the trial, or another request
+    assert breaker.wait_s == 2 * FIRST_PAUSE_S, "a probe proves less than an answer"
 
 
 def test_a_trial_whose_client_leaves_says_nothing_and_another_may_follow() -> None:

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-from charonia.gateway.watching import PIECE_BYTES, Reply, StalledError
+from charonia.gateway.errors import shutting_down
+from charonia.gateway.observing import Metrics, Observed
+from charonia.gateway.watching import PIECE_BYTES, CutOffError, Reply, StalledError
 from charonia.launch.server.run import running_server
 from charonia.launch.server.tritonserver import TritonServer
 from support.e2e import (
@@ -170,6 +172,46 @@ def test_a_whole_answer_is_sent_in_pieces_and_waits_for_its_reader() -> None:
         "http.response.body",
     ]
     assert [len(message["body"]) for message in sent[1:]] == [PIECE_BYTES] * 2
+
+
+def test_a_whole_answer_that_is_cut_off_ends_the_connection() -> None:
+    """A second head cannot say what went wrong."""
+    reply = Reply(take, 1.0)
+
+    async def main() -> None:
+        await reply._start(200, {})
+        with pytest.raises(CutOffError):
+            await reply.error(shutting_down())
+
+    asyncio.run(main())
+
+
+def test_a_plain_answer_that_nobody_takes_is_aborted() -> None:
+    aborted: list[bool] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def send(message: Any) -> None:
+        await asyncio.Event().wait()
+
+    async def main() -> None:
+        scope = {
+            "type": "http",
+            "method": "GET",
+            "path": "/",
+            "headers": [],
+            "extensions": {"charonia.abort": lambda: aborted.append(True)},
+        }
+        observed = Observed(app, Metrics(), print, frozenset(), 0.05)
+        await observed(scope, take, send)
+
+    asyncio.run(main())
+    assert aborted == [True]
+
+
+async def take(message: Any = None) -> Any:
+    """Take a message, or have none."""
 
 
 def test_a_reader_that_is_slow_gets_all(server: TritonServer, gateway: Gateway) -> None:

@@ -46,7 +46,8 @@ def make_app(
     """
     # FastAPI cannot describe routes that read their body themselves, so `openapi` does.
     app = FastAPI(title="charonia", version=VERSION, openapi_url=None)
-    app.add_middleware(Observed, metrics=metrics, log=log, quiet=QUIET)
+    send_s = watch.stall_timeout_s + 1.0  # `Work` notices first, and says why
+    app.add_middleware(Observed, metrics=metrics, log=log, quiet=QUIET, send_s=send_s)
     app.add_exception_handler(HTTPException, _refuse)
     app.add_exception_handler(ApiError, _refuse)
     app.add_exception_handler(Exception, _fail)

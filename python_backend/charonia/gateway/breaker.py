@@ -59,9 +59,16 @@ class Breaker:
         self._is_on_trial = False
 
     def note_up(self) -> None:
-        """Note that the server answered a probe: a trial need not run to its end."""
+        """Note that the server answered a probe: others need not wait for the end of a trial.
+
+        Only an answered request proves that it serves. Until then the next failure opens the
+        breaker, for twice the pause.
+        """
         if self._is_on_trial:
-            self.succeed()
+            self._is_on_trial = False
+            self._open_until = None
+            self._num_failures = MAX_FAILURES - 1
+            self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
 
     def fail(self) -> None:
         """Note that the server failed or could not be reached."""

@@ -7,6 +7,7 @@ The middleware is plain ASGI. One that wraps responses would buffer streams and 
 client has left.
 """
 
+import asyncio
 import re
 import secrets
 import time
@@ -19,6 +20,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from charonia.events import event
+from charonia.gateway.connections import abort
 from charonia.gateway.figures import Figures
 
 _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
@@ -155,11 +157,18 @@ class Observed:
     Args:
         log: takes one line.
         quiet: paths that are polled; they are logged only on failure.
+        send_s: timeout for the client to take a part of an answer; then the connection is aborted.
     """
 
     def __init__(
-        self, app: ASGIApp, metrics: Metrics, log: Callable[[str], None], quiet: frozenset[str]
+        self,
+        app: ASGIApp,
+        metrics: Metrics,
+        log: Callable[[str], None],
+        quiet: frozenset[str],
+        send_s: float,
     ) -> None:
+        self._send_s = send_s
         self._app = app
         self._metrics = metrics
         self._log = log
@@ -179,7 +188,11 @@ class Observed:
             if message["type"] == "http.response.start":
                 record.status = record.status or message["status"]
                 MutableHeaders(scope=message)["x-request-id"] = request_id
-            await send(message)
+            try:
+                async with asyncio.timeout(self._send_s):
+                    await send(message)
+            except TimeoutError:
+                abort(scope)
 
         self._metrics.in_flight.inc()
         try:

@@ -46,6 +46,10 @@ class StalledError(Exception):
     """The client does not read its answer."""
 
 
+class CutOffError(Exception):
+    """A whole answer ends before all of it was sent; only the end of the connection can say so."""
+
+
 class Reply:
     """The answer to one request, as far as it has been sent.
 
@@ -60,6 +64,7 @@ class Reply:
         self._send = send
         self._stall_s = stall_s
         self._has_lines = False
+        self._has_begun = False
         self.is_streaming = False
         self.is_complete = False
 
@@ -88,9 +93,15 @@ class Reply:
         await self._part(b"" if self._has_lines else b"data: [DONE]\n\n", is_last=True)
 
     async def error(self, error: ApiError) -> None:
-        """Answer with an error."""
+        """Answer with an error.
+
+        Raises:
+            CutOffError: a part of a whole answer was sent, which nothing may follow.
+        """
         if self.is_complete:
             return
+        if self._has_begun and not self.is_streaming:
+            raise CutOffError
         if self.is_streaming:
             await (self.line if self._has_lines else self.event)(error.body)
             await self.done()
@@ -110,6 +121,7 @@ class Reply:
         await self._start(HTTPStatus.OK, headers)
 
     async def _start(self, status: int, headers: dict[str, str]) -> None:
+        self._has_begun = True
         pairs = [(k.replace("_", "-").encode(), v.encode()) for k, v in headers.items()]
         await self._put({"type": "http.response.start", "status": status, "headers": pairs})
 
@@ -222,7 +234,10 @@ class Work(Response):
     async def _refuse(self, scope: Scope, reply: Reply, error: ApiError) -> None:
         record = record_of(scope)
         record.status, record.reason = error.status, error.message[:500]
-        await reply.error(error)
+        try:
+            await reply.error(error)
+        except CutOffError:
+            abort(scope)
 
     async def _work(self, body: bytes, receive: Receive, reply: Reply) -> None:
         work = asyncio.create_task(self._run(body, reply))

@@ -29,12 +29,11 @@ from charonia_client import CharoniaClientError
 
 async def batch(serving: Serving, record: Record, body: bytes, reply: Reply) -> None:
     """Answer a request. Raises what `Work` turns into an answer."""
-    request = await serving.prompts.run(len(body), lambda: read(BatchRequest, body))
-    serving.check_size("requests", len(request.requests))
-    ids = [f"{record.request_id}-{index}" for index in range(len(request.requests))]
+    request, entries = await serving.prompts.run(len(body), lambda: _read(serving, body))
+    ids = [f"{record.request_id}-{index}" for index in range(len(entries))]
 
     async def respond(index: int) -> GenerateAnswer | Failure:
-        return await _respond(serving, record, request.requests[index], index, ids[index])
+        return await _respond(serving, record, entries[index], ids[index])
 
     places = range(len(ids))
     if not request.stream:
@@ -56,12 +55,27 @@ async def batch(serving: Serving, record: Record, body: bytes, reply: Reply) -> 
     await reply.done()
 
 
+def _read(serving: Serving, body: bytes) -> tuple[BatchRequest, list[PromptRequest | ApiError]]:
+    """Read a batch, and each entry or why it is wrong. It may take long: not for the event loop."""
+    request = read(BatchRequest, body)
+    serving.check_size("requests", len(request.requests))
+    return request, [_read_entry(one, index) for index, one in enumerate(request.requests)]
+
+
+def _read_entry(entry: Any, index: int) -> PromptRequest | ApiError:
+    try:
+        return read_values(PromptRequest, entry, f"requests[{index}]")
+    except ApiError as error:
+        return error
+
+
 async def _respond(
-    serving: Serving, record: Record, entry: Any, index: int, request_id: str
+    serving: Serving, record: Record, entry: PromptRequest | ApiError, request_id: str
 ) -> GenerateAnswer | Failure:
     try:
-        request = read_values(PromptRequest, entry, f"requests[{index}]")
-        return await answer_of(serving, record, request, request_id)
+        if isinstance(entry, ApiError):
+            raise entry
+        return await answer_of(serving, record, entry, request_id)
     except (ApiError, CharoniaClientError, CharoniaError) as error:
         found = errors.of_any(error)
         return Failure(request_id, {**found.body["error"], "status": int(found.status)})
