@@ -8,7 +8,7 @@ import pytest
 from httpx_sse import EventSource
 
 from charonia.gateway.figures import TOKENS_S, Figures
-from charonia.gateway.rest.requests import SamplingFields
+from charonia.gateway.rest.requests import AllSamplingFields
 from charonia.launch.server.tritonserver import TritonServer
 from charonia.protocol import SamplingParams
 from charonia_client import Client, Load
@@ -35,7 +35,7 @@ def post(gateway: Gateway, path: str, status: int = 200, **body: Any) -> dict[st
 
 
 def test_every_sampling_parameter_of_the_scheduler_is_a_field() -> None:
-    assert SamplingFields.model_fields.keys() == set(SamplingParams.__struct_fields__)
+    assert AllSamplingFields.model_fields.keys() == set(SamplingParams.__struct_fields__)
 
 
 def test_a_prompt_is_completed_as_the_scheduler_does(gateway: Gateway, client: Client) -> None:

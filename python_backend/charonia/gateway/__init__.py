@@ -16,6 +16,7 @@ prompts      converts texts to token ids and back, off the event loop
 generation   one client call as requests of the scheduler, whole or as a stream
 serving      what every request for text needs
 fields       reads and checks a request
+sampling     the sampling parameters that both APIs have
 openai/      OpenAI's requests and answers
 page/        the page at `/`
 rest/        a plain REST API

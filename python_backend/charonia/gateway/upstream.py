@@ -8,10 +8,11 @@ A request goes to the server with the least load, in samples that run or wait th
     load = samples of this gateway's requests
            + what the server's last probe had beyond those: the requests of others
 
-A server whose last probe failed, or found no engine, comes last. Probes are at most a second old
-while requests come, and no request waits for one. A request moves to another server only while
-nothing of an answer has come, and only if that may help: the connection failed, or the server
-cannot take it now.
+A server whose last probe failed, or found no engine, comes last. A probe begins with a request
+once the last one is a second old, and that request does not wait for it.
+
+A request moves to another server only while nothing of an answer has come, and only if that may
+help: the connection failed, or the server cannot take it now.
 """
 
 import asyncio

@@ -5,40 +5,16 @@ how text is generated; the scheduler checks ranges.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import WithJsonSchema, field_validator
 
 from charonia.errors import shown
 from charonia.gateway.errors import invalid
 from charonia.gateway.fields import INT32_MAX, TOKEN_IDS, Fields, are_token_ids
+from charonia.gateway.sampling import SamplingFields
 from charonia_client import Sampling
 
-_SAME_NAMES = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "n",
-    "stop",
-    "stop_token_ids",
-    "include_stop_str_in_output",
-    "bad_words",
-    "ignore_eos",
-    "skip_special_tokens",
-    "min_tokens",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "prompt_logprobs",
-    "priority",
-    "cache_salt",
-    "cache_priority",
-    "cache_ttl_s",
-    "use_answer_cache",
-)
 _SOME_IDS = {**TOKEN_IDS, "minItems": 1}
 _PROMPTS = {
     "anyOf": [
@@ -77,7 +53,7 @@ class StreamOptions(Fields):
     continuous_usage_stats: bool | None = None
 
 
-class TextRequest(Fields):
+class TextRequest(SamplingFields):
     """Fields of both kinds of requests for text.
 
     `user`, `safety_identifier` and `prompt_cache_key` are accepted and ignored: they change no
@@ -89,30 +65,6 @@ class TextRequest(Fields):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    n: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool | None = None
-    bad_words: list[str] | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
-    min_tokens: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    prompt_logprobs: int | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
-    cache_priority: int | list[dict[str, int | float | None]] | None = None
-    cache_ttl_s: float | None = None
-    use_answer_cache: bool | None = None
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -148,10 +100,8 @@ class TextRequest(Fields):
 
         Without `max_tokens` the answer may be as long as fits: the scheduler lowers the maximum.
         """
-        values = {name: getattr(self, name) for name in _SAME_NAMES}
-        given = {name: value for name, value in values.items() if value is not None}
         limit = self._max_tokens()
-        return cast(Sampling, given | {"max_tokens": INT32_MAX if limit is None else limit})
+        return self.given() | Sampling(max_tokens=INT32_MAX if limit is None else limit)
 
     def _max_tokens(self) -> int | None:
         return self.max_tokens

@@ -4,12 +4,13 @@ Owns the fields; sampling parameters have the scheduler's names. Must not know h
 generated; the scheduler checks ranges.
 """
 
-from typing import Annotated, Any, ClassVar, cast
+from typing import Annotated, Any, ClassVar
 
 from pydantic import WithJsonSchema, field_validator
 
 from charonia.gateway.errors import invalid
 from charonia.gateway.fields import INT32_MAX, TOKEN_IDS, Fields, are_token_ids
+from charonia.gateway.sampling import SamplingFields
 from charonia_client import Sampling
 
 TOKEN_IDS_OR_NULL = {"anyOf": [{**TOKEN_IDS, "minItems": 1}, {"type": "null"}]}
@@ -20,50 +21,32 @@ _ENTRIES = {
 }
 
 
-class SamplingFields(Fields):
-    """The scheduler's sampling parameters, each under its own name. null is the default."""
+class AllSamplingFields(SamplingFields):
+    """All of the scheduler's sampling parameters."""
 
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    n: int | None = None
+    further: ClassVar[tuple[str, ...]] = (
+        "best_of",
+        "logprobs",
+        "deadline_ms",
+        "tenant",
+        "speculation",
+    )
+
     best_of: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool | None = None
-    bad_words: list[str] | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
     logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    priority: int | None = None
     deadline_ms: int | None = None
     tenant: str | None = None
-    cache_salt: str | None = None
     speculation: bool | None = None
-    cache_priority: int | list[dict[str, int | float | None]] | None = None
-    cache_ttl_s: float | None = None
-    use_answer_cache: bool | None = None
 
     def sampling(self) -> Sampling:
         """Return the parameters that were given.
 
         Without `max_tokens` the answer may be as long as fits: the scheduler lowers the maximum.
         """
-        values = {name: getattr(self, name) for name in SamplingFields.model_fields}
-        given = {name: value for name, value in values.items() if value is not None}
-        return cast(Sampling, {"max_tokens": INT32_MAX, **given})
+        return Sampling(max_tokens=INT32_MAX) | self.given()
 
 
-class PromptRequest(SamplingFields):
+class PromptRequest(AllSamplingFields):
     """A prompt and how it is to be completed: an entry of a batch."""
 
     long: ClassVar[frozenset[str]] = frozenset(("prompt_tokens",))
