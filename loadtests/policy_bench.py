@@ -2,6 +2,7 @@
 
     python loadtests/policy_bench.py --traces ../shared/traces         # 100,000 requests each
     python loadtests/policy_bench.py --requests 2000 --traffic bursty  # a quick look
+    python loadtests/policy_bench.py --keep build/policies             # may be cut off and repeated
 
 The engine is a model: steps of 8 ms and 20 us per token, 256 rows, 4,096 tokens a step, a KV cache
 of 3 million tokens, in blocks of 128 because the blocks are the simulator's own work. Each traffic
@@ -17,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from tqdm import tqdm
 
@@ -101,15 +103,42 @@ def simulate(
     return name, report(policy, outcome, "tenant", KV_TOKENS), seconds
 
 
+class Kept:
+    """Finished runs of this commit in a folder, so that none is repeated after a cut.
+
+    Args:
+        folder: None keeps nothing.
+    """
+
+    def __init__(self, folder: Path | None, commit: str | None, count: int, seed: int) -> None:
+        self._folder = None if commit is None or commit.endswith("-dirty") else folder
+        self._name = f"{commit}-{count}-{seed}"
+
+    def find(self, name: str, policy: str) -> tuple[RunReport, float] | None:
+        """A run's report and its seconds, if it was kept."""
+        path = self._path(name, policy)
+        if path is None or not path.exists():
+            return None
+        return msgspec.json.decode(path.read_bytes(), type=tuple[RunReport, float])
+
+    def keep(self, name: str, one: RunReport, seconds: float) -> None:
+        """Keep a run."""
+        path = self._path(name, one.name)
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            beside = path.with_suffix(".part")
+            beside.write_bytes(msgspec.json.encode((one, seconds)))
+            beside.replace(path)
+
+    def _path(self, name: str, policy: str) -> Path | None:
+        return None if self._folder is None else self._folder / f"{self._name}-{name}-{policy}.json"
+
+
 def runs(
-    names: Sequence[str],
-    policies: Sequence[str],
-    folder: Path,
-    count: int,
-    seed: int,
-    num_processes: int,
+    wanted: Sequence[tuple[str, str]], folder: Path, count: int, seed: int, num_processes: int
 ) -> Iterator[tuple[str, RunReport, float]]:
-    """All of them, as they end."""
+    """Runs of traffic under a policy, as they end."""
+    names = list(dict.fromkeys(name for name, _ in wanted))
     with ProcessPoolExecutor(num_processes) as pool:
         traces = {name: read_requests(folder / TRAFFIC[name].trace) for name in names}
         rates = {
@@ -118,8 +147,7 @@ def runs(
         }
         waiting = [
             pool.submit(simulate, name, policy, folder, count, rates[name], seed)
-            for name in names
-            for policy in policies
+            for name, policy in wanted
         ]
         for done in as_completed(waiting):
             yield done.result()
@@ -191,26 +219,43 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=100_000, metavar="N")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--processes", type=int, default=2, metavar="N")
+    parser.add_argument(
+        "--keep",
+        type=Path,
+        metavar="DIR",
+        help="keep finished runs here, and do not repeat those of the same clean commit",
+    )
     add_output(parser, "policies", "png", "md")
     options = parser.parse_args()
     stem = output_stem(options.output, "policies")
     about = circumstances("policy_bench.py") | {"step_times": STEP_TIMES, "load": LOAD}
     about |= {"seconds": {}}
     found: dict[str, list[RunReport]] = {}
-    going = runs(
-        options.traffic,
-        options.policies,
-        options.traces,
-        options.requests,
-        options.seed,
-        options.processes,
-    )
-    total = len(options.traffic) * len(options.policies)
-    for name, one, seconds in tqdm(going, total=total, unit="run"):
-        found.setdefault(name, []).append(one)
-        about["seconds"][f"{name}, {one.name}"] = round(seconds, 1)
-        written = _write(stem, about, found)
-    print(written)
+    kept = Kept(options.keep, about["commit"], options.requests, options.seed)
+    wanted = [(name, policy) for name in options.traffic for policy in options.policies]
+    missing = []
+    for name, policy in wanted:
+        if (earlier := kept.find(name, policy)) is None:
+            missing.append((name, policy))
+        else:
+            _add(found, about, name, *earlier)
+    going = runs(missing, options.traces, options.requests, options.seed, options.processes)
+    for name, one, seconds in tqdm(going, initial=len(wanted) - len(missing), total=len(wanted)):
+        kept.keep(name, one, seconds)
+        _add(found, about, name, one, seconds)
+        _write(stem, about, found)
+    print(_write(stem, about, found))
+
+
+def _add(
+    found: dict[str, list[RunReport]],
+    about: dict[str, Any],
+    name: str,
+    one: RunReport,
+    seconds: float,
+) -> None:
+    found.setdefault(name, []).append(one)
+    about["seconds"][f"{name}, {one.name}"] = round(seconds, 1)
 
 
 if __name__ == "__main__":
