@@ -5,8 +5,9 @@
 
 Three questions, each answered in turns in one run. How much later do the first token and the others
 come through the gateway, with so many streams at once? How many requests per second does it
-answer, and how long do these take, with an engine that answers at once (every request is for an
-answer that the scheduler keeps)? And how many bytes does a request cost each way?
+answer, how long do these take, and which processes compute for them, with an engine that answers at
+once (every request is for an answer that the scheduler keeps)? And how many bytes does a request
+cost each way?
 
 Server, gateway and clients share the machine's cores.
 """
@@ -15,13 +16,17 @@ import argparse
 import asyncio
 import contextlib
 import random
+import re
 import statistics
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 from tqdm import tqdm
 
 from charonia.config import DEMO_CHECKPOINT
@@ -41,6 +46,7 @@ READY_S = 60.0
 NUM_COUNTED = 20
 """Requests whose bytes are counted."""
 WAYS = ("gateway", "gRPC")
+_MODEL = re.compile(r"/([^/]+)/\d+/model\.py$")
 
 
 @dataclass(frozen=True)
@@ -73,11 +79,16 @@ class Turn:
 
 @dataclass(frozen=True)
 class Burst:
-    """Requests for answers that are there: their rate, and their times in milliseconds."""
+    """Requests for answers that are there: their rate, and their times in milliseconds.
+
+    Attributes:
+        cpu_ms: that each process computed for a request, all its threads together.
+    """
 
     per_second: float
     p50_ms: float
     p99_ms: float
+    cpu_ms: Mapping[str, float] = field(default_factory=dict)
 
 
 def several(text: str) -> int:
@@ -147,11 +158,15 @@ class Measurement:
             assert await side.whole(prompt, self._num_tokens) == expected
             return 1000 * (time.perf_counter() - sent_at)
 
-        started = time.perf_counter()
+        computed, started = cpu_seconds(), time.perf_counter()
         times = await asyncio.gather(*map(timed, sides))
         seconds = time.perf_counter() - started
+        cpu_ms = {
+            name: 1000 * (after - computed.get(name, 0.0)) / len(times)
+            for name, after in cpu_seconds().items()
+        }
         quantiles = statistics.quantiles(times, n=100, method="inclusive")
-        return Burst(len(times) / seconds, quantiles[49], quantiles[98])
+        return Burst(len(times) / seconds, quantiles[49], quantiles[98], cpu_ms)
 
     async def bytes_per_request(self) -> dict[str, dict[str, float]]:
         """Bytes of a request and its answer, whole and streamed, on a connection in use."""
@@ -175,6 +190,25 @@ class Measurement:
         return found
 
 
+def cpu_seconds() -> dict[str, float]:
+    """The CPU time of this process and of all that it started, by name; models by theirs."""
+    found: defaultdict[str, float] = defaultdict(float)
+    this = psutil.Process()
+    for process in (this, *this.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            name = "clients" if process == this else _name_of(process.cmdline())
+            found[name] += times.user + times.system
+    return dict(found)
+
+
+def _name_of(command: Sequence[str]) -> str:
+    models = [match[1] for part in command if (match := _MODEL.search(part))]
+    if models:
+        return models[0]
+    return "gateway" if "gateway" in command else Path(command[0]).name if command else "ended"
+
+
 def ratio(found: dict[str, list[Any]], name: str) -> Ratio:
     """The gateway's over gRPC's, turn by turn."""
     pairs = zip(found["gateway"], found["gRPC"], strict=True)
@@ -184,6 +218,10 @@ def ratio(found: dict[str, list[Any]], name: str) -> Ratio:
 
 def _median(values: Sequence[Any], name: str) -> str:
     return f"{statistics.median(getattr(one, name) for one in values):,.2f}"
+
+
+def _cpu_ms(bursts: Sequence[Burst], name: str) -> str:
+    return f"{statistics.median(one.cpu_ms.get(name, 0.0) for one in bursts):.2f}"
 
 
 def report(
@@ -211,6 +249,9 @@ def report(
         markdown_table([f"{at_once:,} at once", "requests/s", "p50, ms", "p99, ms"], rows)
         + f"\n\nThe goal for the gateway's p99, {P99_GOAL_MS:g} ms, is **{is_met}**."
     )
+    names = sorted({name for way in WAYS for one in bursts[way] for name in one.cpu_ms})
+    rows = [[name, *(_cpu_ms(bursts[way], name) for way in WAYS)] for name in names]
+    parts.append(markdown_table(["CPU time of a request, ms", *WAYS], rows))
     rows = [
         [way, *(f"{num_bytes[way][kind]:,.0f}" for kind in ("whole", "streamed"))] for way in WAYS
     ]

@@ -1,8 +1,10 @@
 """What the benchmark of the gateway says of its figures, and what its clients count."""
 
 import asyncio
+import subprocess
+import sys
 
-from gateway_bench import Burst, Turn, ratio, report
+from gateway_bench import Burst, Turn, cpu_seconds, ratio, report
 from gateway_side import ByteCounter, Streamed
 
 TURNS = {
@@ -13,7 +15,8 @@ BYTES = {"gateway": {"whole": 500.0, "streamed": 9000.0}, "gRPC": {"whole": 700.
 
 
 def bursts(p99_ms: float) -> dict[str, list[Burst]]:
-    return {"gateway": [Burst(800.0, 20.0, p99_ms)], "gRPC": [Burst(1600.0, 10.0, 30.0)]}
+    cpu_ms = {"tritonserver": 0.75, "gateway": 1.0}
+    return {"gateway": [Burst(800.0, 20.0, p99_ms, cpu_ms)], "gRPC": [Burst(1600.0, 10.0, 30.0)]}
 
 
 def test_a_ratio_is_that_of_each_turn() -> None:
@@ -23,6 +26,15 @@ def test_a_ratio_is_that_of_each_turn() -> None:
     assert "| 8 | TTFT | 11.00 | 10.00 | 1.10 (1.00 to 1.20) |" in text
     assert "| 8 | time between tokens | 2.50 | 2.00 | 1.25 (1.00 to 1.50) |" in text
     assert "| gRPC | 700 | 8,000 |" in text
+    assert "| tritonserver | 0.75 | 0.00 |" in text
+
+
+def test_processes_are_called_by_what_they_run() -> None:
+    command = [sys.executable, "-c", "input()", "/repository/asleep/1/model.py"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+        assert {"clients", "asleep"} <= cpu_seconds().keys()
+        process.communicate(b"\n")
+    assert "asleep" not in cpu_seconds()
 
 
 def test_a_p99_above_the_goal_is_a_miss() -> None:
