@@ -82,7 +82,11 @@ def test_the_file_and_the_running_gateway_have_the_same(gateway: Gateway) -> Non
 
 
 def test_every_route_of_the_gateway_is_described() -> None:
-    serving: Any = SimpleNamespace(prompts=SimpleNamespace(has_template=True))
+    serving: Any = SimpleNamespace(
+        prompts=SimpleNamespace(has_template=True),
+        upstream=SimpleNamespace(servers=[]),
+        fallback=None,
+    )
     watch: Any = SimpleNamespace(stall_timeout_s=1.0)
     app: FastAPI = make_app(serving, watch, Metrics(), print)
     served = {

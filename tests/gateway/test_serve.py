@@ -17,13 +17,17 @@ from support.long import long
 from support.serving import Serving
 from support.waiting import WAIT_S
 
+KEY = "sk-of-the-test"
+
 
 @pytest.fixture
 def serving(model: Path, tmp_path: Path) -> Iterator[Serving]:
     template = tmp_path / "mine.jinja"
     template.write_text("{{ messages[0].content }}")
+    keys = tmp_path / "keys"
+    keys.write_text(f"{KEY}\n")
     gateway = ("--gateway", "--gateway-port", "0", "--chat-template", template)
-    serving = Serving("--model", model, *gateway)
+    serving = Serving("--model", model, *gateway, "--api-key-file", keys)
     with serving.process:
         yield serving
         serving.process.kill()
@@ -50,13 +54,13 @@ def test_the_gateway_beside_a_server_comes_back_when_it_is_killed_and_ends_with_
     assert wait_for(lambda: is_ready(url), bool)
     (page,) = re.findall(r"page +(\S+)", announced)
     assert "<title>charonia</title>" in httpx.get(page).text
-    assert f"curl -N {url}/completions " in announced
+    assert f'curl -N {url}/completions -H "authorization: Bearer $API_KEY" ' in announced
     (first,) = gateways(serving)
     first.kill()
     assert wait_for(lambda: is_ready(url), bool)
     (second,) = gateways(serving)
     assert second.pid != first.pid
-    client = OpenAI(base_url=url, api_key="none", max_retries=0, timeout=WAIT_S)
+    client = OpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=WAIT_S)
     with client:
         chat = client.chat.completions.create(
             model=model.name, messages=[{"role": "user", "content": "x"}], max_tokens=1
@@ -117,6 +121,19 @@ def test_what_cannot_work_is_one_line(
             (
                 ["serve", "--gateway", "--no-gateway", "--gateway-port", "1"],
                 "--gateway-port is about the --gateway",
+            ),
+            (["serve", "--api-key-file", "x"], "--api-key-file is about the --gateway"),
+            (
+                ["serve", "--model", str(model), "--gateway", "--api-key-file", "no"],
+                "API keys cannot be read from no: No such file or directory",
+            ),
+            (
+                [*base, str(model), "--fallback-server", "127.0.0.1:2"],
+                "a fallback model needs --fallback-tokenizer",
+            ),
+            (
+                [*base, str(model), "--fallback-tokenizer", str(model)],
+                "a fallback model needs --fallback-server",
             ),
             (["serve", "--chat-template", "x"], "--chat-template is about the --gateway"),
             (

@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -426,3 +427,40 @@ def check_access(visit: Visit) -> None:
     assert results.violations_count == 0, results.generate_report()
     width, window = visit.page.evaluate("[document.body.scrollWidth, innerWidth]")
     assert width <= window
+
+
+def test_a_gateway_with_keys_asks_for_one_and_the_page_keeps_it(
+    browser: Browser, server: TritonServer, chatting: Path, tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("sk-of-a-visitor\n")
+    arguments = ("--served-model-name", "small", "--api-key-file", str(keys))
+    with (
+        running_gateway([server.grpc_url], chatting, *arguments) as gateway,
+        Visit(browser, gateway.url, WAIT_S) as visit,
+    ):
+        visit.may_fail |= {"/v1/models", "/v1/metrics"}
+        visit.page.goto(visit.url)
+        dialog = visit.page.get_by_role("dialog", name="API key")
+
+        def give(key: str) -> None:
+            expect(dialog).to_be_visible()
+            dialog.get_by_label("Key", exact=True).fill(key)
+            visit.page.keyboard.press("Enter")
+            expect(dialog).to_be_hidden()
+
+        expect(dialog).to_contain_text("an API key must be given")
+        give("sk-nope")
+        again = visit.page.get_by_role("button", name="Enter an API key")
+        again.click()
+        expect(dialog).to_contain_text("the API key is not known here")
+        give("sk-of-a-visitor")
+        expect(visit.page).to_have_title(re.compile("small"))
+        set_fields(visit, max_tokens=5)
+        visit.ask("Hi")
+        visit.wait_idle()
+        assert visit.fact("tokens") == "5"
+        visit.page.reload()
+        expect(visit.page).to_have_title(re.compile("small"))
+        expect(dialog).to_be_hidden()
+        expect(visit.page.locator("#curl")).to_contain_text("authorization: Bearer $API_KEY")

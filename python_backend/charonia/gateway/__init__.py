@@ -6,6 +6,7 @@ connections  bounds on connections that uvicorn does not have
 app          the routes
 routes       what each route takes and answers, with examples
 openapi      the OpenAPI document, made of these; openapi.json is a copy of it
+keys         who may call: API keys, and the tenant of each
 observing    one record per request: its id, its log line, the metrics
 figures      the figures of /v1/metrics
 watching     runs a request's work, watches its connection, turns errors into answers
@@ -14,7 +15,7 @@ upstream     the servers behind: which one gets a request, and when another one 
 breaker      the circuit breaker of a server
 prompts      converts texts to token ids and back, off the event loop
 generation   one client call as requests of the scheduler, whole or as a stream
-serving      what every request for text needs
+serving      what every request for text needs, and when the fallback model answers
 fields       reads and checks a request
 sampling     the sampling parameters that both APIs have
 openai/      OpenAI's requests and answers

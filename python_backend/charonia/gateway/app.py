@@ -5,7 +5,7 @@ process around it.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from http import HTTPStatus
 from typing import Any
 
@@ -14,17 +14,19 @@ from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import Scope
 
 from charonia.gateway import openapi
 from charonia.gateway.errors import INVALID, NOT_FOUND, ApiError, internal, no_such_model
-from charonia.gateway.observing import Metrics, Observed, record_of
+from charonia.gateway.keys import Keyed, Keys
+from charonia.gateway.observing import Metrics, Observed, Record, record_of
 from charonia.gateway.openai import chat, completions, tokens
 from charonia.gateway.openai.answers import Model, Models
-from charonia.gateway.page.routes import add_page
+from charonia.gateway.page.routes import FILES, PAGE, add_page
 from charonia.gateway.rest import batch, generate, status
 from charonia.gateway.rest.answers import Health
 from charonia.gateway.serving import Serving
-from charonia.gateway.watching import Watch, Work
+from charonia.gateway.watching import Reply, Watch, Work
 from charonia.version import VERSION
 
 LIVE = "/health/live"
@@ -34,19 +36,27 @@ HEALTH = "/v1/health"
 FIGURES = "/v1/metrics"
 DESCRIPTION = "/openapi.json"
 QUIET = frozenset((LIVE, READY, METRICS, HEALTH, FIGURES))
+FREE = (LIVE, READY, METRICS, HEALTH, DESCRIPTION, PAGE, FILES.replace("{name}", "*"))
+"""Paths that need no API key."""
 
 
 def make_app(
-    serving: Serving, watch: Watch, metrics: Metrics, log: Callable[[str], None]
+    serving: Serving,
+    watch: Watch,
+    metrics: Metrics,
+    log: Callable[[str], None],
+    keys: Keys | None = None,
 ) -> FastAPI:
     """Make the gateway's application.
 
     Args:
-        log: takes one line.
+        log: takes one line. keys: that requests need; None lets everybody call.
     """
     # FastAPI cannot describe routes that read their body themselves, so `openapi` does.
     app = FastAPI(title="charonia", version=VERSION, openapi_url=None)
     send_s = watch.stall_timeout_s + 1.0  # `Work` notices first, and says why
+    if keys is not None:
+        app.add_middleware(Keyed, keys=keys, free=FREE, refuse=_refusal)
     app.add_middleware(Observed, metrics=metrics, log=log, quiet=QUIET, send_s=send_s)
     app.add_exception_handler(HTTPException, _refuse)
     app.add_exception_handler(ApiError, _refuse)
@@ -58,24 +68,35 @@ def make_app(
     return app
 
 
+Run = Callable[[Serving, Record, bytes, Reply], Coroutine[Any, Any, None]]
+"""Answers a request, given its body."""
+
+
 def _add_generation(app: FastAPI, serving: Serving, watch: Watch) -> None:
+    def work(request: Request, run: Run) -> Response:
+        record = record_of(request.scope)
+
+        async def answered(body: bytes, reply: Reply) -> None:
+            await serving.answered(
+                record, lambda one: run(one, record, body, reply), lambda: reply.has_begun
+            )
+
+        return Work(watch, answered)
+
     @app.post("/v1/completions")
     async def complete(request: Request) -> Response:
         """Complete a text."""
-        record = record_of(request.scope)
-        return Work(watch, lambda body, reply: completions.complete(serving, record, body, reply))
+        return work(request, completions.complete)
 
     @app.post("/v1/chat/completions")
     async def answer(request: Request) -> Response:
         """Generate the next message of a conversation."""
-        record = record_of(request.scope)
-        return Work(watch, lambda body, reply: chat.chat(serving, record, body, reply))
+        return work(request, chat.chat)
 
     @app.post("/v1/generate")
     async def generate_one(request: Request) -> Response:
         """Complete one prompt."""
-        record = record_of(request.scope)
-        return Work(watch, lambda body, reply: generate.generate(serving, record, body, reply))
+        return work(request, generate.generate)
 
     @app.post("/v1/batch")
     async def generate_several(request: Request) -> Response:
@@ -123,6 +144,9 @@ def _add_models(app: FastAPI, serving: Serving) -> None:
 
 def _add_health(app: FastAPI, serving: Serving, watch: Watch, metrics: Metrics) -> None:
     description = openapi.encoded()
+    fallback = None if serving.fallback is None else serving.fallback.upstream
+    upstreams = (serving.upstream, fallback)
+    servers = [server for one in upstreams if one is not None for server in one.servers]
 
     @app.get(DESCRIPTION)
     async def describe() -> Response:
@@ -138,14 +162,14 @@ def _add_health(app: FastAPI, serving: Serving, watch: Watch, metrics: Metrics) 
     async def ready() -> Response:
         """Say whether the gateway and one of its servers would accept a request now."""
         draining = watch.is_draining
-        found = await status.health(serving.upstream, is_draining=draining, says_live=False)
+        found = await status.health(*upstreams, is_draining=draining, says_live=False)
         return _health(found)
 
     @app.get(HEALTH)
     async def health() -> Response:
         """Say the same, and that this process works."""
         draining = watch.is_draining
-        found = await status.health(serving.upstream, is_draining=draining, says_live=True)
+        found = await status.health(*upstreams, is_draining=draining, says_live=True)
         return _health(found)
 
     @app.get(FIGURES)
@@ -158,7 +182,7 @@ def _add_health(app: FastAPI, serving: Serving, watch: Watch, metrics: Metrics) 
     async def page() -> Response:
         """Return the gateway's own metrics."""
         metrics.tasks.set(len(asyncio.all_tasks()))
-        for server in serving.upstream.servers:
+        for server in servers:
             metrics.outstanding.labels(server.url).set(server.num_requests)
             metrics.breaker_open.labels(server.url).set(server.breaker.is_open)
         content = await asyncio.to_thread(generate_latest, metrics.registry)
@@ -195,7 +219,11 @@ async def _refuse(request: Request, error: Exception) -> Response:
             allow=(error.headers or {}).get("Allow"),
         )
     assert isinstance(error, ApiError)
-    record_of(request.scope).reason = error.message[:500]
+    return _refusal(request.scope, error)
+
+
+def _refusal(scope: Scope, error: ApiError) -> Response:
+    record_of(scope).reason = error.message[:500]
     response = _json(error.body, error.status)
     response.headers.update(error.headers)
     return response

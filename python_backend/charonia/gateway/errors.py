@@ -83,6 +83,8 @@ class ApiError(Exception):
             headers["retry-after"] = str(max(1, math.ceil(self.retry_after_s)))
         if self.allow is not None:
             headers["allow"] = self.allow
+        if self.status == HTTPStatus.UNAUTHORIZED:
+            headers["www-authenticate"] = "Bearer"
         return headers
 
 
@@ -94,6 +96,22 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
 def too_long(message: str, param: str | None = None) -> ApiError:
     """The prompt does not fit into the model's context."""
     return invalid(message, param, "context_length_exceeded")
+
+
+def unauthorized(message: str) -> ApiError:
+    """The request has no API key that is known."""
+    return ApiError(HTTPStatus.UNAUTHORIZED, message, code="invalid_api_key")
+
+
+def wrong_tenant(named: str, tenant: str) -> ApiError:
+    """The request names a tenant other than its key's."""
+    return ApiError(
+        HTTPStatus.FORBIDDEN,
+        f"tenant must be {shown(tenant)}, that of the API key, or not be given, but is "
+        f"{shown(named)}",
+        param="tenant",
+        code="wrong_tenant",
+    )
 
 
 def unavailable(message: str, retry_after_s: float = RETRY_AFTER_S) -> ApiError:

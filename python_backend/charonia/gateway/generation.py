@@ -63,7 +63,6 @@ class Run:
         self._upstream = upstream
         self._record = record
         self.usage = Usage(sum(len(prompt.ids) for prompt in generation.prompts))
-        record.prompt_tokens += self.usage.prompt_tokens
 
     async def complete(self) -> list[Completion]:
         """Return the whole answers, one per prompt.
@@ -80,6 +79,7 @@ class Run:
                 for index, prompt in enumerate(generation.prompts)
             ]
         )
+        self._record.prompt_tokens += self.usage.prompt_tokens
         for index, completion in enumerate(completions):
             self._count(completion.num_output_tokens)
             self._count_cached(index, completion.timing)
@@ -95,9 +95,13 @@ class Run:
         prompts = range(len(self.generation.prompts))
         streams = [self._chunks(index) for index in prompts]
         both = streams[0] if len(streams) == 1 else merged(streams)
+        has_begun = False
         async with contextlib.aclosing(both) as chunks:
             async for index, chunk in chunks:
-                self._record.first_token()
+                if not has_begun:
+                    self._record.first_token()
+                    self._record.prompt_tokens += self.usage.prompt_tokens
+                    has_begun = True
                 self._count(chunk.num_output_tokens)
                 self._time(came_at, (index, chunk.index), chunk.num_output_tokens)
                 if chunk.is_final:

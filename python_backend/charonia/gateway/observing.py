@@ -81,6 +81,11 @@ class Metrics:
             ["server"],
             registry=registry,
         )
+        self.fallbacks = Counter(
+            "charonia_gateway_fallbacks",
+            "Requests, or entries of a batch, that the fallback model was asked to answer.",
+            registry=registry,
+        )
         self.tasks = Gauge(
             "charonia_gateway_tasks",
             "Tasks of the event loop: a few, and some per request that is being answered.",
@@ -106,7 +111,8 @@ class Record:
 
     Attributes:
         started_at: on the monotonic clock. status: None until an answer begins.
-        reason: why it ended early; None if it did not.
+        reason: why it ended early; None if it did not. tenant: that of its API key.
+        fallback: the model that was asked instead of the one that is served.
     """
 
     request_id: str
@@ -117,6 +123,8 @@ class Record:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     first_token_s: float | None = None
+    tenant: str | None = None
+    fallback: str | None = None
 
     @property
     def seconds(self) -> float:
@@ -138,6 +146,11 @@ class Record:
         """Note that so many tokens came so long after the token before them."""
         for _ in range(count):
             self.metrics.inter_token_seconds.observe(seconds / count)
+
+    def note_fallback(self, model: str) -> None:
+        """Note that the fallback model is asked for an answer."""
+        self.fallback = model
+        self.metrics.fallbacks.inc()
 
     def note_answer(self, num_tokens: int) -> None:
         """Note that a prompt's answer is complete."""
@@ -227,6 +240,8 @@ class Observed:
                 seconds=seconds,
                 prompt_tokens=record.prompt_tokens or None,
                 completion_tokens=record.completion_tokens or None,
+                tenant=record.tenant,
+                fallback=record.fallback,
                 reason=record.reason,
             )
         )

@@ -31,6 +31,7 @@ _RETRIED = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 _RETRY_AFTER = {
     "Retry-After": {"description": "Seconds to wait before trying again.", "schema": {}}
 }
+_KEY = "api_key"
 _DESCRIPTION = "A gateway in front of charonia servers: OpenAI's API, and a plain REST API."
 
 
@@ -51,7 +52,9 @@ def document() -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {"title": "charonia", "version": VERSION, "description": _DESCRIPTION},
         "paths": paths,
+        "security": [{_KEY: []}, {}],
         "components": {
+            "securitySchemes": {_KEY: {"type": "http", "scheme": "bearer"}},
             "schemas": _schemas(),
             "responses": {_name_of(status): _error(status) for status in ERRORS},
         },
@@ -92,6 +95,8 @@ def _operation(route: Route) -> dict[str, Any]:
     for status in route.errors:
         responses[str(int(status))] = {"$ref": f"#/components/responses/{_name_of(status)}"}
     operation["responses"] = responses
+    if HTTPStatus.UNAUTHORIZED not in route.errors:
+        operation["security"] = []
     return operation
 
 

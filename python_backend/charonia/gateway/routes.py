@@ -118,6 +118,19 @@ ERRORS = {
             "temprature",
         ),
     ),
+    HTTPStatus.UNAUTHORIZED: ErrorStatus(
+        "The gateway wants an API key, and the request has none that is known.",
+        _example("the API key is not known here", _INVALID, "invalid_api_key"),
+    ),
+    HTTPStatus.FORBIDDEN: ErrorStatus(
+        "The request names a tenant other than its API key's.",
+        _example(
+            "tenant must be 'a', that of the API key, or not be given, but is 'b'",
+            _INVALID,
+            "wrong_tenant",
+            "tenant",
+        ),
+    ),
     HTTPStatus.NOT_FOUND: ErrorStatus(
         "There is no such model.",
         _example("The model 'x' does not exist", _INVALID, "model_not_found", "model"),
@@ -154,6 +167,7 @@ ERRORS = {
 }
 _OF_WORK = (
     HTTPStatus.BAD_REQUEST,
+    HTTPStatus.UNAUTHORIZED,
     HTTPStatus.NOT_FOUND,
     HTTPStatus.REQUEST_TIMEOUT,
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
@@ -167,6 +181,7 @@ _OF_GENERATION = (
     HTTPStatus.GATEWAY_TIMEOUT,
 )
 _FAULT = (HTTPStatus.INTERNAL_SERVER_ERROR,)
+_KEYED_FAULT = (HTTPStatus.UNAUTHORIZED, HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
 def _events(*values: Mapping[str, Any]) -> str:
@@ -205,6 +220,7 @@ _PIECES = (
         "text": "):",
         "token_ids": [312],
         "finish_reason": "length",
+        "model": "small",
         "prompt_tokens": 6,
         "generated_tokens": 2,
         "latency_ms": 25.0,
@@ -341,7 +357,7 @@ ROUTES = (
         "OpenAI",
         "Refuse: no embedding model is served.",
         (),
-        (HTTPStatus.NOT_FOUND, *_FAULT),
+        (HTTPStatus.NOT_FOUND, *_KEYED_FAULT),
     ),
     Route(
         "get",
@@ -350,7 +366,7 @@ ROUTES = (
         "OpenAI",
         "List the model under its first name.",
         (Answer({"data": [_MODEL], "object": "list"}, Models),),
-        _FAULT,
+        _KEYED_FAULT,
     ),
     Route(
         "get",
@@ -359,7 +375,7 @@ ROUTES = (
         "OpenAI",
         "Return the model under any of its names.",
         (Answer(_MODEL, Model),),
-        (HTTPStatus.NOT_FOUND, *_FAULT),
+        (HTTPStatus.NOT_FOUND, *_KEYED_FAULT),
         parameters={"name": "small"},
     ),
     Route(
@@ -399,7 +415,7 @@ ROUTES = (
             Answer(_GENERATED, GenerateAnswer),
             Answer(_events(*_PIECES), Piece, SSE, says=_EVENTS),
         ),
-        _OF_GENERATION,
+        (*_OF_GENERATION, HTTPStatus.FORBIDDEN),
         GenerateRequest,
         {
             "text": {"prompt": "def f(", "max_tokens": 2, "temperature": 0.0},
@@ -476,7 +492,7 @@ ROUTES = (
         "Operation",
         "Return what clients got, and what the servers have to do.",
         (Answer(_METRICS, MetricsAnswer),),
-        _FAULT,
+        _KEYED_FAULT,
     ),
     Route(
         "get",

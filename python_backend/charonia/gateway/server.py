@@ -14,7 +14,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import FrameType
 
 import uvicorn
@@ -23,6 +24,7 @@ from charonia.errors import CheckpointError, ConfigError
 from charonia.events import event
 from charonia.gateway.app import make_app
 from charonia.gateway.connections import bounded
+from charonia.gateway.keys import Keys
 from charonia.gateway.observing import Metrics
 from charonia.gateway.prompts import Prompts, Template
 from charonia.gateway.serving import Serving
@@ -44,32 +46,32 @@ def run_gateway(settings: GatewaySettings, log: Callable[[str], None] | None = N
         log: takes one line; None prints to stderr.
 
     Raises:
-        CheckpointError: the tokenizer or the chat template cannot be read. ConfigError: the port
-            is taken, or the address does not belong to this machine.
+        CheckpointError: a tokenizer cannot be read. ConfigError: the API keys cannot be read, the
+            port is taken, or the address does not belong to this machine.
     """
     log = log or _print
-    tokenizer = Tokenizer.from_dir(settings.tokenizer)
-    template = _template(settings, log)
+    keys = None if settings.api_key_file is None else Keys.from_file(settings.api_key_file)
+    prompts = _prompts(settings.tokenizer, settings.chat_template, settings.num_threads, log)
+    of_fallback = None
+    if settings.fallback is not None:
+        of_fallback = _prompts(settings.fallback.tokenizer, None, settings.num_threads, log)
     listener = _listen(settings.host, settings.port)
     try:
-        asyncio.run(_serve(settings, tokenizer, template, listener, log))
+        asyncio.run(_serve(settings, keys, prompts, of_fallback, listener, log))
     finally:
         listener.close()
 
 
 async def _serve(
     settings: GatewaySettings,
-    tokenizer: Tokenizer,
-    template: Template | str,
+    keys: Keys | None,
+    prompts: Prompts,
+    of_fallback: Prompts | None,
     listener: socket.socket,
     log: Callable[[str], None],
 ) -> None:
     metrics = Metrics()
-    upstream = Upstream(
-        settings.servers,
-        settings.scheduler_model,
-        on_retry=lambda url: metrics.retries.labels(url).inc(),
-    )
+    serving = _serving(settings, prompts, of_fallback, metrics)
     watch = Watch(
         max_body_bytes=settings.max_body_bytes,
         max_held_bytes=settings.max_held_bytes,
@@ -78,10 +80,8 @@ async def _serve(
         max_requests=settings.max_requests,
         log=log,
     )
-    prompts = Prompts(tokenizer, template, settings.num_threads)
-    serving = Serving(settings, prompts, upstream)
     config = uvicorn.Config(
-        make_app(serving, watch, metrics, log),
+        make_app(serving, watch, metrics, log, keys),
         http=bounded(settings.stall_timeout_s),
         ws="none",
         loop="asyncio",
@@ -100,8 +100,7 @@ async def _serve(
     try:
         await server.serve([listener])
     finally:
-        prompts.close()
-        await upstream.close()
+        await serving.close()
     log(event("gateway_stopped"))
 
 
@@ -140,10 +139,39 @@ class _Server(uvicorn.Server):
         return True
 
 
-def _template(settings: GatewaySettings, log: Callable[[str], None]) -> Template | str:
+def _serving(
+    settings: GatewaySettings, prompts: Prompts, of_fallback: Prompts | None, metrics: Metrics
+) -> Serving:
+    def upstream_of(urls: Sequence[str]) -> Upstream:
+        return Upstream(
+            urls,
+            settings.scheduler_model,
+            on_retry=lambda url: metrics.retries.labels(url).inc(),
+        )
+
+    fallback = None
+    if settings.fallback is not None:
+        assert of_fallback is not None
+        fallback = Serving(
+            settings,
+            of_fallback,
+            upstream_of(settings.fallback.servers),
+            answers_as=settings.fallback.model_name,
+        )
+    return Serving(settings, prompts, upstream_of(settings.servers), fallback=fallback)
+
+
+def _prompts(
+    checkpoint: Path, template: Path | None, num_threads: int, log: Callable[[str], None]
+) -> Prompts:
+    tokenizer = Tokenizer.from_dir(checkpoint)
+    return Prompts(tokenizer, _template(checkpoint, template, log), num_threads)
+
+
+def _template(checkpoint: Path, path: Path | None, log: Callable[[str], None]) -> Template | str:
     """Return the chat template, or the reason why there is none: completions work without one."""
     try:
-        return ChatTemplate.from_checkpoint(settings.tokenizer, settings.chat_template)
+        return ChatTemplate.from_checkpoint(checkpoint, path)
     except CheckpointError as error:
         log(event("gateway_without_chats", reason=str(error)))
         return str(error)

@@ -11,6 +11,19 @@ DEFAULT_PORT = 8080
 
 
 @dataclass(frozen=True, kw_only=True)
+class Fallback:
+    """A model that answers while no server of the gateway's own model can.
+
+    Attributes:
+        servers, tokenizer: see `GatewaySettings`. model_name: its name in answers.
+    """
+
+    servers: tuple[str, ...]
+    tokenizer: Path
+    model_name: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class GatewaySettings:
     """Settings of one gateway.
 
@@ -18,6 +31,8 @@ class GatewaySettings:
         servers: gRPC `host:port` of each charonia server; all serve the same model.
         tokenizer: directory of the checkpoint that they serve, or of its tokenizer's files.
         model_names: names of the model in requests. The first is listed; all are accepted.
+        fallback: a model that answers while none of the servers can.
+        api_key_file: API keys that may call, see `Keys.from_file`; None lets everybody call.
         chat_template: a file that replaces the checkpoint's own template.
         scheduler_model: name of the scheduler's model on the servers.
         max_body_bytes: bytes of one request's body. max_held_bytes: bytes of all running requests.
@@ -33,6 +48,8 @@ class GatewaySettings:
     servers: tuple[str, ...]
     tokenizer: Path
     model_names: tuple[str, ...]
+    fallback: Fallback | None = None
+    api_key_file: Path | None = None
     chat_template: Path | None = None
     scheduler_model: str = "scheduler"
     host: str = DEFAULT_HOST

@@ -223,7 +223,7 @@ class Upstream:
                             yield part
                 return
             except CharoniaClientError as error:
-                if has_begun or not _may_do_better(error) or not self._has_another(tried):
+                if has_begun or not may_do_better(error) or not self._has_another(tried):
                     raise
                 self._on_retry(server.url)
 
@@ -255,7 +255,7 @@ def _num_samples(sampling: Sampling) -> int:
     return max(sampling.get("best_of") or 1, sampling.get("n") or 1)
 
 
-def _may_do_better(error: CharoniaClientError) -> bool:
+def may_do_better(error: CharoniaClientError) -> bool:
     """Whether another server may succeed."""
     return isinstance(error, Unavailable | ConnectionFailed) and not isinstance(error, RateLimited)
 

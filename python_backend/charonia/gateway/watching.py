@@ -57,14 +57,15 @@ class Reply:
         stall_s: timeout for the client to take what is sent.
 
     Attributes:
-        is_streaming: whether a stream has begun. is_complete: whether nothing may follow.
+        has_begun: whether a part of an answer was sent. is_streaming: whether that is a stream.
+        is_complete: whether nothing may follow.
     """
 
     def __init__(self, send: Send, stall_s: float) -> None:
         self._send = send
         self._stall_s = stall_s
         self._has_lines = False
-        self._has_begun = False
+        self.has_begun = False
         self.is_streaming = False
         self.is_complete = False
 
@@ -100,7 +101,7 @@ class Reply:
         """
         if self.is_complete:
             return
-        if self._has_begun and not self.is_streaming:
+        if self.has_begun and not self.is_streaming:
             raise CutOffError
         if self.is_streaming:
             await (self.line if self._has_lines else self.event)(error.body)
@@ -121,7 +122,7 @@ class Reply:
         await self._start(HTTPStatus.OK, headers)
 
     async def _start(self, status: int, headers: dict[str, str]) -> None:
-        self._has_begun = True
+        self.has_begun = True
         pairs = [(k.replace("_", "-").encode(), v.encode()) for k, v in headers.items()]
         await self._put({"type": "http.response.start", "status": status, "headers": pairs})
 

@@ -30,8 +30,13 @@ async def complete(serving: Serving, record: Record, body: bytes, reply: Reply) 
     model = serving.check_model(request.model)
     serving.check_size("prompt", len(request.prompt))
     prompts = await _prompts(serving, request)
-    hides = request.wants_prompt_alone
-    generation = serving.generation(record.request_id, prompts, request.sampling(), hides=hides)
+    generation = serving.generation(
+        record.request_id,
+        prompts,
+        request.sampling(),
+        record.tenant,
+        hides=request.wants_prompt_alone,
+    )
     form = TextForm(Spelling(serving.prompts.tokenizer), request, prompts, record.request_id, model)
     await answer(serving, request, generation, form, record, reply)
 

@@ -1,6 +1,6 @@
 // Wires the page: the model, the mode, the theme, the views and the keyboard.
 
-import { get, onKeyNeeded } from "./api.js";
+import { get, hasKey, onKeyNeeded } from "./api.js";
 import { copy } from "./dom.js";
 import { count } from "./format.js";
 import { askForKey, startKeys } from "./key.js";
@@ -85,8 +85,9 @@ function showCurl() {
     : { prompt: "Once upon a time", max_tokens: 64 };
   const body = JSON.stringify({ ...(model && { model }), ...asked, stream: true });
   const path = mode === "chat" ? "chat/completions" : "completions";
-  byId("curl").textContent =
-    `curl -N ${base}/${path} \\\n  -H 'content-type: application/json' \\\n  -d '${body}'`;
+  const headers = ["-H 'content-type: application/json'"];
+  if (hasKey()) headers.push('-H "authorization: Bearer $API_KEY"');
+  byId("curl").textContent = [`curl -N ${base}/${path}`, ...headers, `-d '${body}'`].join(" \\\n  ");
 }
 
 async function findModel(asks) {

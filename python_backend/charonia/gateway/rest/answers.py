@@ -102,7 +102,7 @@ class Piece(msgspec.Struct, kw_only=True):
     Attributes:
         sample: its number, if the request asked for several.
         finish_reason: null until the sample ends.
-        prompt_tokens and the fields behind it: in the last event only, see `GenerateAnswer`.
+        model and the fields behind it: in the last event only, see `GenerateAnswer`.
     """
 
     request_id: str
@@ -112,6 +112,7 @@ class Piece(msgspec.Struct, kw_only=True):
     finish_reason: str | None
     logprobs: list[Position] | UnsetType = UNSET
     prompt_logprobs: list[Position | None] | UnsetType = UNSET
+    model: str | UnsetType = UNSET
     prompt_tokens: int | UnsetType = UNSET
     generated_tokens: int | UnsetType = UNSET
     latency_ms: float | UnsetType = UNSET
@@ -164,11 +165,16 @@ class BatchLine(msgspec.Struct):
 
 
 class ServerHealth(msgspec.Struct):
-    """Whether a server would take a request now; where not, the reason."""
+    """Whether a server would take a request now; where not, the reason.
+
+    Attributes:
+        fallback: true for a server of the fallback model.
+    """
 
     server: str
     ready: bool
     reason: str | None
+    fallback: bool | UnsetType = UNSET
 
 
 class Health(msgspec.Struct, kw_only=True):

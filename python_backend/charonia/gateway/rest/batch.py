@@ -75,7 +75,7 @@ async def _respond(
     try:
         if isinstance(entry, ApiError):
             raise entry
-        return await answer_of(serving, record, entry, request_id)
+        return await serving.answered(record, lambda one: answer_of(one, record, entry, request_id))
     except (ApiError, CharoniaClientError, CharoniaError) as error:
         found = errors.of_any(error)
         return Failure(request_id, {**found.body["error"], "status": int(found.status)})

@@ -28,8 +28,8 @@ async def generate(serving: Serving, record: Record, body: bytes, reply: Reply) 
     if not request.stream:
         await reply.whole(await answer_of(serving, record, request, record.request_id))
         return
-    serving.check_model(request.model)
-    generation = await _generation(serving, request, record.request_id)
+    model = serving.check_model(request.model)
+    generation = await _generation(serving, record, request, record.request_id)
     run = Run(generation, serving.upstream, record)
     async with contextlib.aclosing(run.stream()) as chunks:
         async for _, chunk in chunks:
@@ -43,6 +43,7 @@ async def generate(serving: Serving, record: Record, body: bytes, reply: Reply) 
                 prompt_logprobs=prompt_positions_of(chunk.prompt_logprobs),
             )
             if chunk.is_final:
+                piece.model = model
                 piece.prompt_tokens = run.usage.prompt_tokens
                 piece.generated_tokens = num_tokens = run.usage.completion_tokens
                 piece.latency_ms = 1000 * record.seconds
@@ -60,7 +61,7 @@ async def answer_of(
         CharoniaClientError, CharoniaError, ApiError: the request is wrong, or it failed.
     """
     model = serving.check_model(request.model)
-    generation = await _generation(serving, request, request_id)
+    generation = await _generation(serving, record, request, request_id)
     run = Run(generation, serving.upstream, record)
     (completion,) = await run.complete()
     return GenerateAnswer.of(
@@ -72,10 +73,12 @@ async def answer_of(
     )
 
 
-async def _generation(serving: Serving, request: PromptRequest, request_id: str) -> Generation:
+async def _generation(
+    serving: Serving, record: Record, request: PromptRequest, request_id: str
+) -> Generation:
     request.check()
     prompt = await _prompt(serving, request)
-    return serving.generation(request_id, [prompt], request.sampling())
+    return serving.generation(request_id, [prompt], request.sampling(), record.tenant)
 
 
 async def _prompt(serving: Serving, request: PromptRequest) -> Prompt:

@@ -3,7 +3,7 @@
 Owns the form of both. Must not know routes.
 """
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from charonia.gateway.figures import Figures
 from charonia.gateway.rest.answers import (
@@ -17,26 +17,36 @@ from charonia.gateway.upstream import Upstream
 from charonia_client import Load
 
 
-async def health(upstream: Upstream, *, is_draining: bool, says_live: bool) -> Health:
+async def health(
+    upstream: Upstream, fallback: Upstream | None, *, is_draining: bool, says_live: bool
+) -> Health:
     """Whether the gateway and one of its servers would take a request now, and each server.
 
     Args:
+        fallback: the servers of the fallback model.
         says_live: whether the answer says that this process works.
     """
     live = True if says_live else UNSET
     if is_draining:
         return Health(live=live, status="draining")
+    servers = await _of_servers(upstream, UNSET)
+    if fallback is not None:
+        servers += await _of_servers(fallback, True)
+    is_ready = any(one.ready for one in servers)
+    return Health(live=live, status="ready" if is_ready else "not ready", servers=servers)
+
+
+async def _of_servers(upstream: Upstream, is_fallback: bool | UnsetType) -> list[ServerHealth]:
     states = await upstream.states()
-    servers = [
+    return [
         ServerHealth(
             server.url,
             state is not None and state.is_up,
             "no answer" if state is None else state.reason,
+            is_fallback,
         )
         for server, state in zip(upstream.servers, states, strict=True)
     ]
-    is_ready = any(one.ready for one in servers)
-    return Health(live=live, status="ready" if is_ready else "not ready", servers=servers)
 
 
 async def metrics(upstream: Upstream, figures: Figures, num_in_flight: int) -> MetricsAnswer:

@@ -40,6 +40,7 @@ class ServeOptions:
         drain_s: how long requests may take to finish after SIGTERM; 0 ends them at once.
         gateway_port: of a gateway beside the server; None is without one, 0 takes a free port.
         chat_template: for that, a file that counts instead of the checkpoint's own template.
+        api_key_file: for that, the API keys of those who may call; None lets everybody call.
     """
 
     address: str = DEFAULT_ADDRESS
@@ -51,6 +52,7 @@ class ServeOptions:
     drain_s: float = DRAIN_S
     gateway_port: int | None = None
     chat_template: Path | None = None
+    api_key_file: Path | None = None
 
 
 def serve(what: RepositoryOptions, options: ServeOptions) -> None:
@@ -165,6 +167,7 @@ def _gateway(
         port=options.gateway_port,
         drain_s=options.drain_s,
         chat_template=options.chat_template,
+        api_key_file=options.api_key_file,
         log=on_log,
     )
 
@@ -240,6 +243,7 @@ def _announce(
         rows = [("page", f"{gateway.url}/"), ("OpenAI", f"{gateway.url}/v1"), *rows]
         body = '{"prompt": "def add(a, b):", "max_tokens": 32, "temperature": 0, "stream": true}'
         url, kind = f"{gateway.url}/v1/completions", "content-type: application/json"
-        curl = f"curl -N {url} -H {shlex.quote(kind)} -d {shlex.quote(body)}"
+        key = '-H "authorization: Bearer $API_KEY" ' if gateway.needs_key else ""
+        curl = f"curl -N {url} {key}-H {shlex.quote(kind)} -d {shlex.quote(body)}"
     shown = "\n".join(f"  {name:<7}  {value}" for name, value in rows)
     print(f"{shown}\n\n  {curl}\n", flush=True)

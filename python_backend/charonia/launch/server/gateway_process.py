@@ -35,15 +35,16 @@ class GatewayProcess:
         server: `host:port` of the server's gRPC. tokenizer: that of the model it serves.
         model_names: see `charonia gateway`; at least one.
         address, port: to listen on; 0 takes a free port.
-        drain_s: time in which its requests may finish when it drains. chat_template: see `charonia
-            gateway`.
+        drain_s: time in which its requests may finish when it drains. chat_template, api_key_file:
+            see `charonia gateway`.
         log: takes the lines of its log and of its restarts, from a thread.
 
     Raises:
-        LaunchError: the port is in use, or the template or a package is missing.
+        LaunchError: the port is in use, or a file or a package is missing. ConfigError: the API
+            keys are wrong.
 
     Attributes:
-        url: the address that it listens on.
+        url: the address that it listens on. needs_key: whether requests need an API key.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class GatewayProcess:
         port: int,
         drain_s: float,
         chat_template: Path | None = None,
+        api_key_file: Path | None = None,
         log: Callable[[str], None],
     ) -> None:
         if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
@@ -64,6 +66,10 @@ class GatewayProcess:
             )
         if chat_template is not None and not chat_template.is_file():
             raise LaunchError(f"no chat template {chat_template}")
+        if api_key_file is not None:
+            from charonia.gateway.keys import Keys
+
+            Keys.from_file(api_key_file)
         self._reserved = None
         if port:
             try:
@@ -77,6 +83,7 @@ class GatewayProcess:
             (port,) = self._reserved.ports
         host = f"[{address}]" if ":" in address else address
         self.url = f"http://{host}:{port}"
+        self.needs_key = api_key_file is not None
         self._command = [
             *(
                 sys.executable,
@@ -88,6 +95,7 @@ class GatewayProcess:
             *(f"--tokenizer={tokenizer}", f"--host={address}", f"--port={port}"),
             *(f"--drain-timeout={drain_s}", "--served-model-name", *model_names),
             *([] if chat_template is None else [f"--chat-template={chat_template}"]),
+            *([] if api_key_file is None else [f"--api-key-file={api_key_file}"]),
         ]
         self._log = log
         self._process: subprocess.Popen[bytes] | None = None

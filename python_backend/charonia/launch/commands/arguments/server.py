@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from charonia.errors import ConfigError
-from charonia.gateway.settings import DEFAULT_HOST, DEFAULT_PORT, GatewaySettings
+from charonia.gateway.settings import DEFAULT_HOST, DEFAULT_PORT, Fallback, GatewaySettings
 from charonia.launch.commands.arguments.values import port, positive, positive_float, seconds
 
 if TYPE_CHECKING:
@@ -78,6 +78,7 @@ def add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         metavar="FILE",
         help="chat template of the --gateway (default: the checkpoint's own)",
     )
+    _add_api_keys(serve, "who may call the --gateway")
     serve.add_argument(
         "--drain-timeout",
         type=seconds,
@@ -140,6 +141,29 @@ def add_gateway(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         metavar="M",
         help="name of the scheduler's model on the servers (default: %(default)s)",
     )
+    _add_api_keys(gateway, "who may call")
+    fallback = gateway.add_argument_group(
+        "fallback", "a model that answers, under its own name, while no --server can"
+    )
+    fallback.add_argument(
+        "--fallback-server",
+        action="append",
+        default=[],
+        metavar="HOST:PORT",
+        dest="fallback_servers",
+        help="gRPC endpoint of a server of the fallback model; may be repeated",
+    )
+    fallback.add_argument(
+        "--fallback-tokenizer",
+        type=Path,
+        metavar="DIR",
+        help="directory of its checkpoint, or of its tokenizer and chat template",
+    )
+    fallback.add_argument(
+        "--fallback-model-name",
+        metavar="NAME",
+        help="its name in answers (default: the name of the --fallback-tokenizer directory)",
+    )
     gateway.add_argument("--host", default=DEFAULT_HOST, metavar="A", help="default: %(default)s")
     gateway.add_argument(
         "--port", type=port, default=DEFAULT_PORT, metavar="N", help="default: %(default)s"
@@ -192,6 +216,16 @@ def add_gateway(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
             help=f"{what} (default: {shown})",
         )
     gateway.set_defaults(run=_run_gateway)
+
+
+def _add_api_keys(parser: argparse.ArgumentParser, what: str) -> None:
+    parser.add_argument(
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help=f"{what}: one API key per line, and the tenant of its requests behind it if they are "
+        "always of one (default: everybody)",
+    )
 
 
 def _add_what(parser: argparse.ArgumentParser) -> None:
@@ -275,7 +309,7 @@ def _run_serve(options: argparse.Namespace) -> None:
 
     if options.decoupled_mode is not None and not options.facades:
         raise ConfigError("--decoupled-mode is about the models of a --facade, but none is named")
-    for name in ("gateway_port", "chat_template"):
+    for name in ("gateway_port", "chat_template", "api_key_file"):
         if getattr(options, name) is not None and not options.gateway:
             option = name.replace("_", "-")
             raise ConfigError(f"--{option} is about the --gateway, which is not asked for")
@@ -298,6 +332,7 @@ def _run_serve(options: argparse.Namespace) -> None:
             drain_s=options.drain_timeout,
             gateway_port=gateway_port if options.gateway else None,
             chat_template=options.chat_template,
+            api_key_file=options.api_key_file,
         ),
     )
 
@@ -315,6 +350,8 @@ def _run_gateway(options: argparse.Namespace) -> None:
             servers=tuple(dict.fromkeys(options.servers)),
             tokenizer=options.tokenizer,
             model_names=tuple(options.model_names or [options.tokenizer.resolve().name]),
+            fallback=_fallback(options),
+            api_key_file=options.api_key_file,
             chat_template=options.chat_template,
             scheduler_model=options.scheduler_model,
             host=options.host,
@@ -329,6 +366,21 @@ def _run_gateway(options: argparse.Namespace) -> None:
             drain_timeout_s=options.drain_timeout_s,
             num_threads=options.num_threads,
         )
+    )
+
+
+def _fallback(options: argparse.Namespace) -> Fallback | None:
+    servers, tokenizer = options.fallback_servers, options.fallback_tokenizer
+    name = options.fallback_model_name
+    if not servers and tokenizer is None and name is None:
+        return None
+    if not servers or tokenizer is None:
+        missing = "--fallback-tokenizer" if servers else "--fallback-server"
+        raise ConfigError(f"a fallback model needs {missing}, which is not given")
+    return Fallback(
+        servers=tuple(dict.fromkeys(servers)),
+        tokenizer=tokenizer,
+        model_name=name or tokenizer.resolve().name,
     )
 
 

@@ -1,0 +1,114 @@
+"""The fallback model: it answers, under its own name, while no server of the model can."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from charonia.launch.server.processes import ReservedPorts
+from charonia.launch.server.tritonserver import TritonServer
+from support.e2e import wait_idle
+from support.gateway import Gateway, asking, running_gateway, wait_metric
+
+TEXT, CHAT, GENERATE, BATCH = "/v1/completions", "/v1/chat/completions", "/v1/generate", "/v1/batch"
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
+MESSAGES = [{"role": "user", "content": "Hi"}]
+
+
+def fallback_to(server: TritonServer, tokenizer: Path) -> tuple[str, ...]:
+    """Arguments of a gateway."""
+    return (
+        f"--fallback-server={server.grpc_url}",
+        f"--fallback-tokenizer={tokenizer}",
+        "--fallback-model-name=backup",
+    )
+
+
+@pytest.fixture(scope="module")
+def falling(server: TritonServer, chatting: Path) -> Iterator[Gateway]:
+    """A gateway whose own server is not there."""
+    with contextlib.closing(ReservedPorts("127.0.0.1", 1)) as ports:
+        url = f"127.0.0.1:{ports.ports[0]}"
+        arguments = ("--served-model-name", "large", *fallback_to(server, chatting))
+        with running_gateway([url], chatting, *arguments) as gateway:
+            yield gateway
+
+
+def test_answers_are_those_of_the_fallback_model_and_name_it(
+    falling: Gateway, gateway: Gateway
+) -> None:
+    before = falling.metrics()["charonia_gateway_fallbacks_total"]
+    for path, body in (
+        (TEXT, {"prompt": ["def f(", "x"]}),
+        (CHAT, {"messages": MESSAGES}),
+        (GENERATE, {"prompt": "def f("}),
+    ):
+        wanted = gateway.http.post(path, json={**GREEDY, **body}).json()
+        model = {"model": "large"} if path != GENERATE else {}
+        reply = falling.http.post(path, json={**GREEDY, **body, **model})
+        assert reply.status_code == 200, reply.text
+        found = reply.json()
+        assert (found["model"], wanted["model"]) == ("backup", "small")
+        for name in ("choices", "text", "token_ids", "prompt_tokens"):
+            assert found.get(name) == wanted.get(name)
+    chunks = list(
+        falling.openai.completions.create(model="large", prompt="x", max_tokens=8, stream=True)
+    )
+    assert {chunk.model for chunk in chunks} == {"backup"}
+    entries = [{"prompt": "x", **GREEDY}, {"prompt": "x", "model": "small"}]
+    first, second = falling.http.post(BATCH, json={"requests": entries}).json()["responses"]
+    assert (first["model"], first["generated_tokens"]) == ("backup", 8)
+    assert second["error"]["code"] == "model_not_found"
+    assert falling.metrics()["charonia_gateway_fallbacks_total"] == before + 5
+    assert falling.wait_line(" request ", f"path={CHAT}", "status=200", "fallback=backup")
+
+
+def test_the_gateway_is_ready_by_its_fallback_and_says_so(falling: Gateway) -> None:
+    reply = falling.http.get("/health/ready")
+    own, other = reply.json()["servers"]
+    assert (reply.status_code, reply.json()["status"]) == (200, "ready")
+    assert (own["ready"], own.get("fallback")) == (False, None)
+    assert (other["ready"], other["fallback"]) == (True, True)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": [5, 6]},
+        {"prompt": "x", "stop_token_ids": [5]},
+        {"prompt": "x", "logit_bias": {"5": 1}},
+        {"prompt": "x", "temperature": -1},
+    ],
+)
+def test_the_first_error_stands_where_the_fallback_cannot_answer(
+    falling: Gateway, body: dict[str, Any]
+) -> None:
+    """Token ids mean other texts to another model."""
+    for stream in (False, True):
+        reply = falling.http.post(TEXT, json={**body, "stream": stream})
+        assert (reply.status_code, reply.json()["error"]["code"]) == (503, "unavailable")
+        assert reply.headers["retry-after"]
+
+
+def test_it_is_asked_only_while_the_model_cannot_answer(
+    narrow_server: TritonServer, server: TritonServer, chatting: Path
+) -> None:
+    arguments = ("--served-model-name", "large", *fallback_to(server, chatting))
+    with running_gateway([narrow_server.grpc_url], chatting, *arguments) as gateway:
+
+        def model_of(**body: Any) -> str:
+            reply = gateway.http.post(TEXT, json={"prompt": "x", "max_tokens": 1, **body})
+            return str(reply.json().get("model", reply.status_code))
+
+        assert model_of() == "large"
+        assert model_of(temperature=-1) == "400"
+        assert model_of(model="backup") == "404"
+        with contextlib.ExitStack() as stack:
+            for name, number in (("running", 1), ("waiting", 1), ("waiting", 2)):
+                stack.enter_context(asking(gateway, prompt="x"))
+                wait_metric(narrow_server, f"charonia_requests_{name}", number)
+            assert model_of() == "backup"
+        wait_idle(narrow_server)
+        assert model_of() == "large"
