@@ -143,6 +143,8 @@ def _serving(
     settings: GatewaySettings, prompts: Prompts, of_fallback: Prompts | None, metrics: Metrics
 ) -> Serving:
     def upstream_of(urls: Sequence[str]) -> Upstream:
+        for url in urls:
+            metrics.retries.labels(url)  # shown from the start
         return Upstream(
             urls,
             settings.scheduler_model,
