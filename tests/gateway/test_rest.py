@@ -158,6 +158,34 @@ def test_a_streamed_batch_has_a_line_for_each_response_and_the_totals(gateway: G
     assert totals["batch_throughput_tokens_per_sec"] > 0
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_operator_sees_what_failed_in_a_batch(gateway: Gateway, *, stream: bool) -> None:
+    def count(status: int) -> float:
+        name = f'charonia_gateway_batch_entries_total{{status="{status}"}}'
+        return gateway.metrics().get(name, 0)
+
+    def line(name: str, entries: list[Any]) -> str:
+        body = {"requests": entries, "stream": stream}
+        headers = {"x-request-id": f"{name}-{stream}"}
+        assert gateway.http.post(BATCH, json=body, headers=headers).status_code == 200
+        return gateway.wait_line(f"request id={name}-{stream}")
+
+    before = {status: count(status) for status in (200, 400, 404)}
+    failed = line("failed", [{"prompt": "x", "model": "large"}, {"prompt": "x", "model": "large"}])
+    assert "status=200" in failed
+    assert "entries=2 failed=2" in failed
+    assert "reason=\"The model 'large' does not exist\"" in failed
+    mixed = line("mixed", ENTRIES)
+    assert "entries=6 failed=4" in mixed
+    assert "reason=" in mixed
+    good = line("good", [{"prompt": "x", "max_tokens": 1}])
+    assert "entries=1" in good
+    assert "failed=" not in good
+    assert "reason=" not in good
+    grown = {status: count(status) - number for status, number in before.items()}
+    assert grown == {200: 3, 400: 3, 404: 3}
+
+
 def test_who_leaves_a_batch_leaves_nothing_behind(server: TritonServer, gateway: Gateway) -> None:
     before = wait_idle(server)["charonia_cancellations_total"]
     entry = {"prompt": "x", "ignore_eos": True, "max_tokens": ENDLESS}
