@@ -15,7 +15,7 @@ from charonia_client import Client, Load
 from support.e2e import ENDLESS, scrape, wait_for, wait_idle
 from support.gateway import Gateway, wait_metric
 
-GENERATE, BATCH = "/v1/generate", "/v1/batch"
+GENERATE, BATCH, COMPLETIONS = "/v1/generate", "/v1/batch", "/v1/completions"
 SAMPLED: dict[str, Any] = {"temperature": 1.2, "seed": 3, "ignore_eos": True, "max_tokens": 12}
 TEXT = "def f("
 
@@ -216,16 +216,24 @@ def test_figures_are_those_of_gateway_and_server(server: TritonServer, gateway: 
         "POST", GENERATE, json={"prompt": TEXT, **SAMPLED, "stream": True}
     ) as reply:
         assert reply.read().endswith(b"[DONE]\n\n")
-    post(gateway, BATCH, requests=[{"prompt": TEXT, **SAMPLED}] * 2)
+    post(gateway, BATCH, requests=[*[{"prompt": TEXT, **SAMPLED}] * 2, {"prompt": "x", "top_p": 9}])
+    short = {"ignore_eos": True, "max_tokens": 2, "n": 2}
+    post(gateway, COMPLETIONS, prompt=["a", "b", "c"], **short)
+    with gateway.http.stream(
+        "POST", COMPLETIONS, json={"prompt": ["a", "b"], **short, "stream": True}
+    ) as reply:
+        assert reply.read().endswith(b"[DONE]\n\n")
     generated = "charonia_generation_tokens_total"
     after = wait_for(  # both may be some tenths of a second old
         ask,
         lambda found: found["servers"][0]["load"]["generation_tokens"] == scrape(server)[generated],
     )
-    assert after["total_requests"] - before["total_requests"] == 3
-    assert after["total_tokens_generated"] - before["total_tokens_generated"] == 36
-    assert after["avg_latency_ms"] > 0
-    assert after["avg_throughput_tokens_per_sec"] > 0
+    assert after["total_requests"] - before["total_requests"] == 1 + 2 + 3 + 2
+    tokens = 12 + 2 * 12 + 3 * 2 * 2 + 2 * 2 * 2
+    assert after["total_tokens_generated"] - before["total_tokens_generated"] == tokens
+    seconds = after["total_requests"] * after["avg_latency_ms"] / 1000
+    rate = after["total_tokens_generated"] / seconds
+    assert after["avg_throughput_tokens_per_sec"] == pytest.approx(rate)
     assert after["ttft_ms"]["p99"] >= after["ttft_ms"]["p50"] > 0
     assert after["uptime_s"] > before["uptime_s"]
     (found,) = after["servers"]

@@ -162,9 +162,9 @@ class Record:
             self.num_failed += 1
             self.reason = self.reason or reason
 
-    def note_answer(self, num_tokens: int) -> None:
-        """Note that a prompt's answer is complete."""
-        self.metrics.figures.note_answer(num_tokens, self.seconds)
+    def note_answer(self, num_tokens: int, seconds: float) -> None:
+        """Note that a prompt was answered, so many seconds after the request came."""
+        self.metrics.figures.note_answer(num_tokens, seconds)
 
 
 def record_of(scope: Scope) -> Record:
