@@ -12,13 +12,14 @@ import msgspec
 import pytest
 
 from charonia.config import EngineArgs, SchedulerArgs, SpeculativeConfig
-from charonia.control import NO_SHEDDING, Group, LoadShedding, SchedulerStats
+from charonia.control import NO_SHEDDING, Group, KVPool, LoadShedding, SchedulerStats
 from charonia.control.cache.eviction import EVICTIONS
 from charonia.control.scheduling.commit import Commit
 from charonia.control.scheduling.epoch import Epoch
 from charonia.core.admission import cache_scope
 from charonia.core.gate.tenants import Tenants
 from charonia.core.recording.journal import HEADER, Added, Applied, Blamed, Finished, Planned
+from charonia.core.recording.journaled_scheduler import JournaledScheduler
 from charonia.core.scheduler_factory import make_scheduler
 from charonia.errors import ConfigError
 from charonia.protocol import CacheRange, SamplingParams, StepResult
@@ -27,6 +28,7 @@ from core.bench import FIXED, Bench
 from core.test_reload import Reloading
 from support.echo import EchoExecutor
 from support.journals import open_journal, replay
+from support.scheduling import LIMITS
 from support.stepping import Bench as Stepping
 from support.stepping import make_request
 
@@ -94,6 +96,18 @@ def test_a_run_gives_the_same_plans_again(tmp_path, entries, speculative_config,
         for row in one.plan.rows
     )
     assert drafted == bool(config)
+
+
+def test_a_pool_that_hashes_in_another_way_is_refused(tmp_path, entries):
+    journal, other = open_journal(tmp_path), open_journal(tmp_path / "other")
+    for pool in (KVPool(b"test"), KVPool(b"test", new_hasher=other.new_hasher)):
+        with pytest.raises(ConfigError, match=r"new_hasher must be the journal's"):
+            JournaledScheduler(
+                journal, EngineArgs(model="echo"), SchedulerArgs(), LIMITS, pool, tiers=None
+            )
+    for one in (journal, other):
+        one.close()
+    assert [type(entry).__name__ for entry in entries()] == ["Ended"]
 
 
 def test_token_ids_are_written_as_numbers_in_the_order_of_their_appearance(tmp_path, entries):

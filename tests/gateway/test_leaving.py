@@ -17,6 +17,7 @@ from charonia.gateway.watching import PIECE_BYTES, CutOffError, Reply, StalledEr
 from charonia.launch.server.run import running_server
 from charonia.launch.server.tritonserver import TritonServer
 from support.e2e import (
+    ENDLESS,
     ENDLESS_BLOCKS,
     ONE_THREAD,
     one_torch_thread,
@@ -24,12 +25,13 @@ from support.e2e import (
     wait_for,
     wait_idle,
 )
-from support.gateway import Gateway, asking, running_gateway, wait_metric
+from support.gateway import Gateway, asking, posting, running_gateway, wait_metric
 from support.long import long
 
 CANCELLED = "charonia_cancellations_total"
 GENERATED = "charonia_generation_tokens_total"
 LEFT = 'charonia_gateway_requests_total{route="/v1/completions",status="499"}'
+LEFT_BATCH = 'charonia_gateway_requests_total{route="/v1/batch",status="499"}'
 RUNNING, WAITING = "charonia_requests_running", "charonia_requests_waiting"
 SHORT_STEPS = "max_num_batched_tokens=32"
 """So that a long prompt takes many steps."""
@@ -50,14 +52,20 @@ def gateway(server: TritonServer, model: Path) -> Iterator[Gateway]:
 
 
 @contextlib.contextmanager
-def all_cancelled(server: TritonServer, gateway: Gateway, count: int = 1) -> Iterator[None]:
-    """What happens here ends so many requests in the scheduler, and one in the gateway."""
-    before, left = wait_idle(server), gateway.metrics().get(LEFT, 0)
+def all_cancelled(
+    server: TritonServer, gateway: Gateway, count: int = 1, *, metric: str = LEFT
+) -> Iterator[None]:
+    """What happens here ends so many requests in the scheduler, and one in the gateway.
+
+    Args:
+        metric: which requests of the gateway have ended.
+    """
+    before, left = wait_idle(server), gateway.metrics().get(metric, 0)
     yield
     after = wait_idle(server)
     assert after[CANCELLED] - before[CANCELLED] == count
-    wait_for(lambda: gateway.metrics().get(LEFT, 0), lambda found: found == left + 1)
-    assert gateway.metrics().get(LEFT, 0) == left + 1
+    wait_for(lambda: gateway.metrics().get(metric, 0), lambda found: found == left + 1)
+    assert gateway.metrics().get(metric, 0) == left + 1
     assert gateway.metrics()["charonia_gateway_requests_in_flight"] == 1, "the one that asks"
 
 
@@ -111,6 +119,19 @@ def test_who_leaves_several_prompts_leaves_nothing_behind(
             assert connection.recv(12) == b"HTTP/1.1 200"
             wait_metric(server, WAITING, 2)
         wait_metric(server, RUNNING, 0)
+
+
+def test_who_leaves_a_batch_that_is_no_stream_leaves_nothing_behind(
+    server: TritonServer, gateway: Gateway
+) -> None:
+    """Two entries run, and two wait."""
+    entry = {"prompt": "x", "max_tokens": ENDLESS, "ignore_eos": True}
+    with all_cancelled(server, gateway, count=4, metric=LEFT_BATCH):
+        with posting(gateway, "/v1/batch", {"requests": [entry] * 4}):
+            wait_metric(server, RUNNING, 2)
+            wait_metric(server, WAITING, 2)
+        wait_metric(server, RUNNING, 0)
+        wait_metric(server, WAITING, 0)
 
 
 def test_who_leaves_all_samples_leaves_nothing_behind(

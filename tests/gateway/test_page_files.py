@@ -1,12 +1,16 @@
 """The files of the page at `/`, as a browser gets them; tests/page shows what it does with them."""
 
+import contextlib
+import json
 import re
+from http.client import HTTPConnection
+from urllib.parse import unquote, urlsplit
 
-import httpx
 import pytest
 
 from charonia.gateway.page import routes
 from support.gateway import Gateway
+from support.waiting import WAIT_S
 
 NAMES = sorted(path.name for path in routes.DIRECTORY.iterdir() if path.suffix in routes.TYPES)
 PATHS = ["/", "/page/facts.json", *(f"/page/{name}" for name in NAMES if name != "index.html")]
@@ -55,11 +59,30 @@ def test_whatever_a_file_names_is_served_and_nothing_is_of_another_place(gateway
             assert f"/{name}" in PATHS, (path, name)
 
 
-@pytest.mark.parametrize("name", ["none.js", "routes.py", "../app.py", "%2e%2e%2fapp.py", ""])
-def test_nothing_else_is_served(gateway: Gateway, name: str) -> None:
-    reply = gateway.http.get(httpx.URL(f"{gateway.url}/page/{name}"))
-    assert reply.status_code == 404
-    assert reply.json()["error"]["code"] == "not_found"
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/page/",
+        "/page/none.js",
+        "/page/routes.py",
+        "/page/../app.py",
+        "/page/%2e%2e/app.py",
+        "/page/%2e%2e%2fapp.py",
+        "/page/..",
+        "/page//etc/passwd",
+        "/page/%2fetc%2fpasswd",
+    ],
+)
+def test_nothing_else_is_served(gateway: Gateway, path: str) -> None:
+    """The path is sent as it is here; httpx would shorten it."""
+    url = urlsplit(gateway.url)
+    with contextlib.closing(HTTPConnection(url.netloc, timeout=WAIT_S)) as connection:
+        connection.request("GET", path)
+        reply = connection.getresponse()
+        assert reply.status == 404
+        error = json.loads(reply.read())["error"]
+    assert error["code"] == "not_found"
+    assert error["message"] == f"there is no {unquote(path)}", "it came as it was sent"
 
 
 def test_the_page_knows_whether_there_is_a_chat_template(gateway: Gateway) -> None:

@@ -15,7 +15,7 @@ from charonia_client import Client, Load
 from support.e2e import ENDLESS, scrape, wait_for, wait_idle
 from support.gateway import Gateway, wait_metric
 
-GENERATE, BATCH = "/v1/generate", "/v1/batch"
+GENERATE, BATCH, COMPLETIONS = "/v1/generate", "/v1/batch", "/v1/completions"
 SAMPLED: dict[str, Any] = {"temperature": 1.2, "seed": 3, "ignore_eos": True, "max_tokens": 12}
 TEXT = "def f("
 
@@ -158,6 +158,34 @@ def test_a_streamed_batch_has_a_line_for_each_response_and_the_totals(gateway: G
     assert totals["batch_throughput_tokens_per_sec"] > 0
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_operator_sees_what_failed_in_a_batch(gateway: Gateway, *, stream: bool) -> None:
+    def count(status: int) -> float:
+        name = f'charonia_gateway_batch_entries_total{{status="{status}"}}'
+        return gateway.metrics().get(name, 0)
+
+    def line(name: str, entries: list[Any]) -> str:
+        body = {"requests": entries, "stream": stream}
+        headers = {"x-request-id": f"{name}-{stream}"}
+        assert gateway.http.post(BATCH, json=body, headers=headers).status_code == 200
+        return gateway.wait_line(f"request id={name}-{stream}")
+
+    before = {status: count(status) for status in (200, 400, 404)}
+    failed = line("failed", [{"prompt": "x", "model": "large"}, {"prompt": "x", "model": "large"}])
+    assert "status=200" in failed
+    assert "entries=2 failed=2" in failed
+    assert "reason=\"The model 'large' does not exist\"" in failed
+    mixed = line("mixed", ENTRIES)
+    assert "entries=6 failed=4" in mixed
+    assert "reason=" in mixed
+    good = line("good", [{"prompt": "x", "max_tokens": 1}])
+    assert "entries=1" in good
+    assert "failed=" not in good
+    assert "reason=" not in good
+    grown = {status: count(status) - number for status, number in before.items()}
+    assert grown == {200: 3, 400: 3, 404: 3}
+
+
 def test_who_leaves_a_batch_leaves_nothing_behind(server: TritonServer, gateway: Gateway) -> None:
     before = wait_idle(server)["charonia_cancellations_total"]
     entry = {"prompt": "x", "ignore_eos": True, "max_tokens": ENDLESS}
@@ -182,22 +210,37 @@ def test_figures_are_those_of_gateway_and_server(server: TritonServer, gateway: 
         found: dict[str, Any] = gateway.http.get("/v1/metrics").json()
         return found
 
+    def num_gaps() -> float:
+        return gateway.metrics()["charonia_gateway_inter_token_seconds_count"]
+
     wait_idle(server)
-    before = ask()
+    before, gaps_before = ask(), num_gaps()
     with gateway.http.stream(
         "POST", GENERATE, json={"prompt": TEXT, **SAMPLED, "stream": True}
     ) as reply:
+        *events, end = [event.data for event in EventSource(reply).iter_sse()]
+    assert end == "[DONE]"
+    first = len(json.loads(events[0])["token_ids"])
+    assert 0 < first < 12
+    assert num_gaps() - gaps_before == 12 - first
+    post(gateway, BATCH, requests=[*[{"prompt": TEXT, **SAMPLED}] * 2, {"prompt": "x", "top_p": 9}])
+    short = {"ignore_eos": True, "max_tokens": 2, "n": 2}
+    post(gateway, COMPLETIONS, prompt=["a", "b", "c"], **short)
+    with gateway.http.stream(
+        "POST", COMPLETIONS, json={"prompt": ["a", "b"], **short, "stream": True}
+    ) as reply:
         assert reply.read().endswith(b"[DONE]\n\n")
-    post(gateway, BATCH, requests=[{"prompt": TEXT, **SAMPLED}] * 2)
     generated = "charonia_generation_tokens_total"
     after = wait_for(  # both may be some tenths of a second old
         ask,
         lambda found: found["servers"][0]["load"]["generation_tokens"] == scrape(server)[generated],
     )
-    assert after["total_requests"] - before["total_requests"] == 3
-    assert after["total_tokens_generated"] - before["total_tokens_generated"] == 36
-    assert after["avg_latency_ms"] > 0
-    assert after["avg_throughput_tokens_per_sec"] > 0
+    assert after["total_requests"] - before["total_requests"] == 1 + 2 + 3 + 2
+    tokens = 12 + 2 * 12 + 3 * 2 * 2 + 2 * 2 * 2
+    assert after["total_tokens_generated"] - before["total_tokens_generated"] == tokens
+    seconds = after["total_requests"] * after["avg_latency_ms"] / 1000
+    rate = after["total_tokens_generated"] / seconds
+    assert after["avg_throughput_tokens_per_sec"] == pytest.approx(rate)
     assert after["ttft_ms"]["p99"] >= after["ttft_ms"]["p50"] > 0
     assert after["uptime_s"] > before["uptime_s"]
     (found,) = after["servers"]
@@ -209,7 +252,6 @@ def test_figures_are_those_of_gateway_and_server(server: TritonServer, gateway: 
     rate = load["cache_hit_tokens"] / load["cache_queried_tokens"]
     assert after["cache_hit_rate"] == pytest.approx(rate)
     assert after["acceptance_rate"] is None, "nothing was drafted"
-    assert gateway.metrics()["charonia_gateway_inter_token_seconds_count"] >= 11
 
 
 def test_rates_and_times_are_of_the_last_seconds() -> None:

@@ -182,6 +182,24 @@ def test_code_and_paragraphs_are_set_however_the_text_is_cut(visit: Visit, size:
     )
 
 
+def test_a_long_line_that_begins_like_code_is_a_paragraph(visit: Visit) -> None:
+    """In quadratic time none of these would come to an end."""
+    shown = visit.page.evaluate(
+        """async (size) => {
+          const { RichText } = await import("/page/text.js");
+          const starts = ["~~~" + "~".repeat(size), "```" + " ".repeat(size),
+            "```" + "a".repeat(size)];
+          return starts.map((start) => {
+            const node = document.createElement("div");
+            new RichText(node).append(start + "`\\n");
+            return [...node.querySelectorAll("*")].map((one) => one.localName);
+          });
+        }""",
+        2**20,
+    )
+    assert shown == [["p"], ["p", "code"], ["p", "code"]]
+
+
 def test_without_a_chat_template_texts_are_completed_and_continued(
     browser: Browser, server: TritonServer, chatting: Any, tmp_path: Any
 ) -> None:

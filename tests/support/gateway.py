@@ -115,9 +115,23 @@ def asking(
     Args:
         receive_bytes: that the kernel takes for who does not read. body: what the request says.
     """
+    asked = {"max_tokens": ENDLESS, "ignore_eos": True, **body}
+    with posting(gateway, "/v1/completions", asked, receive_bytes) as connection:
+        yield connection
+
+
+@contextlib.contextmanager
+def posting(
+    gateway: Gateway, path: str, body: dict[str, Any], receive_bytes: int | None = None
+) -> Iterator[socket.socket]:
+    """A connection on which a request was sent; closed at the end.
+
+    Args:
+        receive_bytes: see `asking`.
+    """
     host, _, port = gateway.url.removeprefix("http://").rpartition(":")
-    content = json.dumps({"max_tokens": ENDLESS, "ignore_eos": True, **body}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n\r\n"
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n\r\n"
     with socket.socket() as connection:
         if receive_bytes is not None:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)

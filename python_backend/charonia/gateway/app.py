@@ -223,7 +223,7 @@ async def _refuse(request: Request, error: Exception) -> Response:
 
 
 def _refusal(scope: Scope, error: ApiError) -> Response:
-    record_of(scope).reason = error.message[:500]
+    record_of(scope).reason = error.message
     response = _json(error.body, error.status)
     response.headers.update(error.headers)
     return response

@@ -20,7 +20,9 @@ class Figures:
     """Figures of one gateway, in bounded memory. Belongs to one event loop.
 
     Attributes:
-        num_answers: answers that were given. num_tokens: of these. seconds: their latencies' sum.
+        num_answers: prompts that were answered: a call with several prompts gives several answers.
+        num_tokens: of these answers, with all their samples. seconds: the sum of their latencies,
+            each from the start of the client's call to the end of the answer.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -39,12 +41,12 @@ class Figures:
 
     @property
     def latency_s(self) -> float | None:
-        """Mean latency of an answer; None before the first."""
+        """Mean latency of one answer, in seconds; None before the first."""
         return self.seconds / self.num_answers if self.num_answers else None
 
     @property
     def throughput(self) -> float | None:
-        """Tokens per second of an answer: all tokens over all latencies; None before the first."""
+        """Tokens per second of one answer: all tokens over all latencies; None before the first."""
         return self.num_tokens / self.seconds if self.seconds else None
 
     @property
@@ -80,7 +82,7 @@ class Figures:
         self._ttfts.append((self._clock(), seconds))
 
     def note_answer(self, num_tokens: int, seconds: float) -> None:
-        """Note an answer that is complete."""
+        """Note that a prompt was answered. See the attributes."""
         self.num_answers += 1
         self.num_tokens += num_tokens
         self.seconds += seconds

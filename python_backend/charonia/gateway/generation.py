@@ -70,21 +70,15 @@ class Run:
         Raises:
             CharoniaClientError, ApiError: the first failure; the other requests are cancelled.
         """
-        generation = self.generation
-        completions = await all_of(
-            [
-                self._upstream.complete(
-                    prompt.ids, generation.sampling, self._id(index), generation.timeouts
-                )
-                for index, prompt in enumerate(generation.prompts)
-            ]
+        ended = await all_of(
+            [self._complete(index) for index in range(len(self.generation.prompts))]
         )
         self._record.prompt_tokens += self.usage.prompt_tokens
-        for index, completion in enumerate(completions):
-            self._count(completion.num_output_tokens)
+        for index, (completion, seconds) in enumerate(ended):
+            num_tokens = self._count(completion.num_output_tokens)
             self._count_cached(index, completion.timing)
-        self._record.note_answer(self.usage.completion_tokens)
-        return completions
+            self._record.note_answer(num_tokens, seconds)
+        return [completion for completion, _ in ended]
 
     async def stream(self) -> AsyncGenerator[tuple[int, Chunk], None]:
         """Yield the chunks of all answers as they come, each with the index of its prompt.
@@ -93,6 +87,7 @@ class Run:
         """
         came_at: dict[tuple[int, int], float] = {}  # the last token, by prompt and sample
         prompts = range(len(self.generation.prompts))
+        num_tokens = [0 for _ in prompts]
         streams = [self._chunks(index) for index in prompts]
         both = streams[0] if len(streams) == 1 else merged(streams)
         has_begun = False
@@ -102,12 +97,13 @@ class Run:
                     self._record.first_token()
                     self._record.prompt_tokens += self.usage.prompt_tokens
                     has_begun = True
-                self._count(chunk.num_output_tokens)
+                num_tokens[index] += self._count(chunk.num_output_tokens)
                 self._time(came_at, (index, chunk.index), chunk.num_output_tokens)
                 if chunk.is_final:
                     self._count_cached(index, chunk.timing)
                 yield index, chunk
-        self._record.note_answer(self.usage.completion_tokens)
+                if chunk.is_final:
+                    self._record.note_answer(num_tokens[index], self._record.seconds)
 
     def _time(
         self, came_at: dict[tuple[int, int], float], place: tuple[int, int], count: int | None
@@ -119,6 +115,17 @@ class Run:
         if place in came_at:
             self._record.note_gap(now - came_at[place], count)
         came_at[place] = now
+
+    async def _complete(self, index: int) -> tuple[Completion, float]:
+        """Return the answer to a prompt, and how long it took since the request came."""
+        generation = self.generation
+        completion = await self._upstream.complete(
+            generation.prompts[index].ids,
+            generation.sampling,
+            self._id(index),
+            generation.timeouts,
+        )
+        return completion, self._record.seconds
 
     async def _chunks(self, index: int) -> AsyncGenerator[tuple[int, Chunk], None]:
         generation = self.generation
@@ -135,10 +142,13 @@ class Run:
     def _id(self, index: int) -> str:
         return f"{self.generation.request_id}-{index}"
 
-    def _count(self, num_tokens: int | None) -> None:
-        if not self.generation.hides_output:
-            self.usage.completion_tokens += num_tokens or 0
-            self._record.count_tokens(num_tokens or 0)
+    def _count(self, num_tokens: int | None) -> int:
+        """Count tokens that came, unless they are hidden. Returns how many were counted."""
+        if self.generation.hides_output or num_tokens is None:
+            return 0
+        self.usage.completion_tokens += num_tokens
+        self._record.count_tokens(num_tokens)
+        return num_tokens
 
     def _count_cached(self, index: int, timing: object) -> None:
         """Count the cached tokens of a prompt, once for all its samples."""

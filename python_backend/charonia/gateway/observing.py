@@ -27,6 +27,8 @@ _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 UNKNOWN_ROUTE = "other"
+MAX_REASON = 500
+"""Limit for a reason in the log, in characters."""
 
 
 class Metrics:
@@ -43,6 +45,12 @@ class Metrics:
             "charonia_gateway_requests",
             "Requests that have ended, by their status; 499: the client left.",
             ["route", "status"],
+            registry=registry,
+        )
+        self.batch_entries = Counter(
+            "charonia_gateway_batch_entries",
+            "Entries of batches that were answered, by the status that each would have alone.",
+            ["status"],
             registry=registry,
         )
         self.in_flight = Gauge(
@@ -111,8 +119,10 @@ class Record:
 
     Attributes:
         started_at: on the monotonic clock. status: None until an answer begins.
-        reason: why it ended early; None if it did not. tenant: that of its API key.
-        fallback: the model that was asked instead of the one that is served.
+        reason: why it ended early, or why an entry of its batch failed first; None without either.
+        num_entries: entries of its batch that were answered. num_failed: those with an error.
+        tenant: that of its API key. fallback: the model that was asked instead of the one that is
+            served.
     """
 
     request_id: str
@@ -120,6 +130,8 @@ class Record:
     metrics: Metrics
     status: int | None = None
     reason: str | None = None
+    num_entries: int = 0
+    num_failed: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
     first_token_s: float | None = None
@@ -152,9 +164,21 @@ class Record:
         self.fallback = model
         self.metrics.fallbacks.inc()
 
-    def note_answer(self, num_tokens: int) -> None:
-        """Note that a prompt's answer is complete."""
-        self.metrics.figures.note_answer(num_tokens, self.seconds)
+    def note_entry(self, status: int, reason: str | None) -> None:
+        """Note the answer to an entry of a batch.
+
+        Args:
+            reason: why it failed; None if it did not.
+        """
+        self.metrics.batch_entries.labels(str(int(status))).inc()
+        self.num_entries += 1
+        if reason is not None:
+            self.num_failed += 1
+            self.reason = self.reason or reason
+
+    def note_answer(self, num_tokens: int, seconds: float) -> None:
+        """Note that a prompt was answered, so many seconds after the request came."""
+        self.metrics.figures.note_answer(num_tokens, seconds)
 
 
 def record_of(scope: Scope) -> Record:
@@ -238,10 +262,12 @@ class Observed:
                 path=scope["path"][:200],
                 status=int(status),
                 seconds=seconds,
+                entries=record.num_entries or None,
+                failed=record.num_failed or None,
                 prompt_tokens=record.prompt_tokens or None,
                 completion_tokens=record.completion_tokens or None,
                 tenant=record.tenant,
                 fallback=record.fallback,
-                reason=record.reason,
+                reason=record.reason and record.reason[:MAX_REASON],
             )
         )

@@ -234,7 +234,7 @@ class Work(Response):
 
     async def _refuse(self, scope: Scope, reply: Reply, error: ApiError) -> None:
         record = record_of(scope)
-        record.status, record.reason = error.status, error.message[:500]
+        record.status, record.reason = error.status, error.message
         try:
             await reply.error(error)
         except CutOffError:

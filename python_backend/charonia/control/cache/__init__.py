@@ -1,6 +1,6 @@
 """KV blocks: references to them, their content, and the order of eviction.
 
-    KVPool           settings that outlive an engine; makes the block tables of the next one
+    KVPool           outlives an engine; makes the block tables of the next one, all empty
         │
     BlockTables (of requests)
         │

@@ -1,7 +1,8 @@
 """The pool of KV blocks that a scheduler is given.
 
-Owns the settings of the cache, which outlive an engine, and how the block tables of the next engine
-are made from them. Knows nothing about requests, steps or scheduling policies.
+Owns what all block tables of a scheduler have in common: the hash, the eviction policy, who is told
+of changes and the tenants' weights. The pool outlives an engine; its block tables and their content
+end with it. Knows nothing about requests, steps or scheduling policies.
 """
 
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from charonia.control.state.stats import SchedulerStats
 
 
 class KVPool:
-    """The KV cache of one engine after the other. Its content ends with its engine.
+    """Makes the block tables of one engine after the other.
 
     Args:
         hash_secret: key of the block hash, 1 to 64 random bytes. An engine with slower tiers
@@ -26,6 +27,9 @@ class KVPool:
         events: told which blocks can be hit; None tells nothing.
         weight_of: a tenant's weight, see `TenantShares`; None without shares.
         new_hasher: makes the hasher of blocks from the secret and the tokens per block.
+
+    Attributes:
+        hash_secret, new_hasher: as given.
     """
 
     def __init__(
@@ -41,7 +45,7 @@ class KVPool:
         self._new_eviction = eviction
         self._events = events
         self._weight_of = weight_of
-        self._new_hasher = new_hasher
+        self.new_hasher = new_hasher
 
     def open(
         self, limits: Limits, tiers: Tiers | None = None, stats: SchedulerStats | None = None
@@ -57,4 +61,4 @@ class KVPool:
         eviction = self._new_eviction(limits.num_blocks)
         kv = KVCache(limits.num_blocks, eviction, stats, self._events, tiers, self._weight_of)
         secret = self.hash_secret if tiers is None else tiers.hash_secret
-        return BlockTables(limits, kv, self._new_hasher(secret, limits.block_size), self._events)
+        return BlockTables(limits, kv, self.new_hasher(secret, limits.block_size), self._events)

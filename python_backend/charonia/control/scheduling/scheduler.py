@@ -44,8 +44,8 @@ class Scheduler:
 
     Args:
         limits: capacity of the engine.
-        pool: the KV cache, which outlives the engine. Must not be shared with another scheduler
-            that is in use.
+        pool: makes the block tables of each epoch. It outlives them; what the cache holds ends
+            with its epoch. Must not be shared with another scheduler that is in use.
         epoch: the engine's last epoch; the first plan opens the next one.
         stats: counts to continue, those of a scheduler that this one replaces.
         speculation: makes drafts for rows that sample; None makes none.

@@ -23,6 +23,7 @@ from charonia.core.recording.journal import (
     Reset,
     planned,
 )
+from charonia.errors import ConfigError, shown
 from charonia.protocol import StepPlan, StepResult
 
 P = ParamSpec("P")
@@ -34,7 +35,10 @@ class JournaledScheduler(Scheduler):
 
     Args:
         journal: takes the entries. engine_args, scheduler_args: its configuration, for the journal.
-        values: see `Scheduler`.
+        pool: must hash blocks with the journal's `new_hasher`. values: see `Scheduler`.
+
+    Raises:
+        ConfigError: the pool hashes blocks in another way, so a replay would evict other blocks.
     """
 
     def __init__(
@@ -46,6 +50,11 @@ class JournaledScheduler(Scheduler):
         pool: KVPool,
         **values: Any,
     ) -> None:
+        if pool.new_hasher != journal.new_hasher:
+            raise ConfigError(
+                f"pool: new_hasher must be the journal's, Journal.new_hasher, but is "
+                f"{shown(pool.new_hasher)}"
+            )
         self._journal = journal
         kept = journal.kept_of(values["tiers"])
         super().__init__(limits, pool, **values)

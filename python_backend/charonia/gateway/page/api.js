@@ -24,7 +24,7 @@ export function onKeyNeeded(ask) {
   askKey = ask;
 }
 
-/** Keep a key for as long as the tab is open. */
+/** Set the key. The tab keeps it, see `tabStore`. */
 export function setKey(key) {
   tabStore.set(KEY, key);
 }

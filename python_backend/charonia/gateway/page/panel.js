@@ -171,7 +171,7 @@ export class Panel {
         ["Cache hit rate", "hits"],
         ["Drafts accepted", "accepted"],
         ["Requests in flight", "flight"],
-        ["Requests", "requests"],
+        ["Prompts answered", "requests"],
         ["Tokens generated", "generated"],
         ["Latency of an answer", "latency"],
         ["Tokens/s of an answer", "throughput"],

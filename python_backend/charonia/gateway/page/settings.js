@@ -62,7 +62,7 @@ function remember() {
   const names = [...NUMBERS, "stop"].filter((name) => field(name).value !== "");
   const values = Object.fromEntries(names.map((name) => [name, field(name).value]));
   settingsStore.set(STORED, JSON.stringify(values));
-  // A prompt, which is not kept longer than the tab.
+  // A prompt, which is no setting for the next visit.
   tabStore.set(SYSTEM, field("system").value);
 }
 

@@ -1,4 +1,4 @@
-// What the page remembers: settings for the next visit, the rest until the tab is closed.
+// What the page remembers: settings for the next visit, the rest for this tab.
 // Storage may be forbidden; then it is remembered until the page is left.
 
 const memory = new Map();
@@ -29,5 +29,9 @@ class Store {
 /** For the next visit: never what the user writes to the model. */
 export const settingsStore = new Store("localStorage", "charonia.");
 
-/** Until the tab is closed. */
+/**
+ * For this tab, also when the page is reloaded.
+ *
+ * Browsers copy it to a duplicate of the tab, and may keep it to open a closed tab again.
+ */
 export const tabStore = new Store("sessionStorage", "charonia.");

@@ -5,7 +5,8 @@
 
 import { copyButton, element } from "./dom.js";
 
-const FENCE = /^\s{0,3}(`{3,}|~{3,})\s*([\w+#.-]*)[^`]*$/;
+const FENCE = /^\s{0,3}(`{3,}|~{3,})/;
+const LANGUAGE = /^[\w+#.-]*/;
 const HEADING = /^#{1,6}\s+(\S.*)$/;
 const INLINE = /`([^`]+)`|\*\*([^*]+)\*\*/g;
 
@@ -37,9 +38,9 @@ export class RichText {
       this.#codeLine(line, isComplete);
       return;
     }
-    const fence = FENCE.exec(line);
-    if (fence !== null) {
-      if (isComplete) this.#openCode(fence[1], fence[2]);
+    const opening = openingOf(line);
+    if (opening !== null) {
+      if (isComplete) this.#openCode(...opening);
     } else if (line.trim() === "") {
       if (isComplete) this.#close();
     } else {
@@ -98,6 +99,18 @@ export class RichText {
     this.fence = null;
     this.mayBreak = false;
   }
+}
+
+/**
+ * Return the fence and the language of a line that opens a code block; null for any other line.
+ *
+ * One pattern for the whole line would take time that is quadratic in its length.
+ */
+function openingOf(line) {
+  const fence = FENCE.exec(line);
+  if (fence === null) return null;
+  const info = line.slice(fence[0].length);
+  return info.includes("`") ? null : [fence[1], LANGUAGE.exec(info.trimStart())[0]];
 }
 
 /** Return the nodes of a line. */

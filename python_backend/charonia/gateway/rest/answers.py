@@ -209,8 +209,14 @@ class MetricsAnswer(msgspec.Struct, kw_only=True):
     """The answer of /v1/metrics.
 
     Attributes:
-        total_requests, total_tokens_generated: answers since the gateway's start, and their tokens.
-        avg_throughput_tokens_per_sec: all tokens over all latencies of these answers.
+        total_requests: prompts that were answered since the gateway's start. Each entry of a batch
+            and each prompt of a completion counts, whatever API was called. Several samples are one
+            answer. What failed doesn't count.
+        total_tokens_generated: tokens of these answers.
+        avg_latency_ms: mean time from a client's call to the end of the answer to a prompt.
+        avg_throughput_tokens_per_sec: the tokens of these answers over the sum of their latencies,
+            so the speed of one answer. `tokens_per_sec` is that of the gateway.
+        requests_in_flight: HTTP requests whose work isn't done. A batch is one.
         cache_hit_rate, acceptance_rate: of all servers together, since their start.
         tokens_per_sec: of the last ten seconds. ttft_ms: of the last minute's streams.
     """

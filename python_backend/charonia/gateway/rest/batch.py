@@ -5,6 +5,7 @@ Owns the form of its answers, and that an entry fails alone. Must not know conne
 
 import asyncio
 from collections.abc import Sequence
+from http import HTTPStatus
 from typing import Any
 
 from charonia.errors import CharoniaError
@@ -33,7 +34,12 @@ async def batch(serving: Serving, record: Record, body: bytes, reply: Reply) -> 
     ids = [f"{record.request_id}-{index}" for index in range(len(entries))]
 
     async def respond(index: int) -> GenerateAnswer | Failure:
-        return await _respond(serving, record, entries[index], ids[index])
+        response = await _respond(serving, record, entries[index], ids[index])
+        if isinstance(response, Failure):
+            record.note_entry(response.error["status"], response.error["message"])
+        else:
+            record.note_entry(HTTPStatus.OK, None)
+        return response
 
     places = range(len(ids))
     if not request.stream:
