@@ -3,6 +3,7 @@
 import contextlib
 import json
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from charonia.gateway.errors import of_client_error, of_own_error
 from charonia.launch.server.processes import ReservedPorts
 from charonia.launch.server.run import running_server
 from charonia.launch.server.tritonserver import TritonServer
+from charonia_client import Client
 from charonia_client import errors as client_errors
 from support.e2e import (
     ENDLESS,
@@ -325,6 +327,31 @@ def test_a_request_that_takes_too_long_is_504(
     wait_idle(narrow_server)
 
 
+def test_what_others_cancel_at_the_server_has_failed(
+    server: TritonServer, gateway: Gateway
+) -> None:
+    """499 is for the log: its client has left, and these have not."""
+    wait_idle(server)
+    headers = {"x-request-id": "cancelled"}
+    with Client(server.grpc_url) as client:
+        with ThreadPoolExecutor(1) as pool:
+            body = {**ENDLESS_STREAM, "stream": False}
+            asked = pool.submit(gateway.http.post, TEXT, json=body, headers=headers)
+            wait_metric(server, "charonia_requests_running", 1)
+            client.cancel("cancelled-0")
+            reply = asked.result()
+        assert reply.status_code == 500
+        assert error_of(reply)["code"] == "cancelled"
+        with gateway.http.stream("POST", TEXT, json=ENDLESS_STREAM, headers=headers) as stream:
+            lines = stream.iter_lines()
+            assert "error" not in next(lines)
+            client.cancel("cancelled-0")
+            *_, last, done = [line for line in lines if line]
+    assert done == "data: [DONE]"
+    error = json.loads(last.removeprefix("data: "))["error"]
+    assert (error["type"], error["code"]) == ("server_error", "cancelled")
+
+
 def test_a_server_that_is_not_there_is_503(model: Path) -> None:
     with contextlib.closing(ReservedPorts("127.0.0.1", 1)) as ports:
         url = f"127.0.0.1:{ports.ports[0]}"
@@ -394,7 +421,7 @@ def test_who_sends_too_fast_is_429_and_told_when_to_come_back(model: Path, tmp_p
         ("bye [charonia:shutting_down]", 503, "shutting_down"),
         ("late [charonia:late]", 504, "late"),
         ("expired [charonia:timeout]", 504, "timeout"),
-        ("cancelled [charonia:cancelled]", 499, "cancelled"),
+        ("cancelled [charonia:cancelled]", 500, "cancelled"),
         ("it kills [charonia:quarantined]", 500, "quarantined"),
         ("oh [charonia:internal]", 500, "internal"),
         ("Request for unknown model: 'x' is not found", 502, "no_scheduler"),

@@ -14,11 +14,14 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from openapi_spec_validator import validate
 
+from charonia.errors import InvalidRequestError
 from charonia.gateway import openapi, routes
 from charonia.gateway.app import make_app
 from charonia.gateway.errors import ApiError
-from charonia.gateway.fields import read
+from charonia.gateway.fields import INT32_MAX, read
 from charonia.gateway.observing import Metrics
+from charonia.gateway.rest.requests import AllSamplingFields, GenerateRequest
+from charonia.protocol import SamplingParams
 from support.gateway import Gateway
 
 DOCUMENT = openapi.document()
@@ -33,14 +36,15 @@ def check(value: Any, schema: dict[str, Any]) -> None:
     assert [error.message for error in validator.iter_errors(value)] == []
 
 
-def parts_of(media_type: str, text: str) -> list[Any]:
-    """The JSON values of a stream, without its end."""
+def check_stream(media_type: str, text: str, schema: dict[str, Any]) -> None:
+    """Whether a stream's parts are as a schema of the document says."""
     lines = [line.removeprefix("data: ") for line in text.splitlines() if line]
-    assert lines
     if media_type == routes.SSE:
         assert lines.pop() == "[DONE]"
-        return [json.loads(line) for line in lines]
-    return [json.loads(line) for line in lines[:-1]]
+    *parts, last = map(json.loads, lines)
+    for part in parts:
+        check(part, schema["x-part"])
+    check(last, schema["x-last-part"])
 
 
 def contents() -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -66,8 +70,7 @@ def check_answer(route: routes.Route, reply: httpx.Response) -> None:
     if media_type == routes.JSON:
         check(reply.json(), content["schema"])
     elif "x-part" in content["schema"]:
-        for part in parts_of(media_type, reply.text):
-            check(part, content["schema"]["x-part"])
+        check_stream(media_type, reply.text, content["schema"])
 
 
 def test_the_document_is_valid() -> None:
@@ -105,8 +108,7 @@ def test_examples_of_answers_are_as_described() -> None:
         if media_type == routes.JSON:
             check(content["example"], content["schema"])
         elif "x-part" in content["schema"]:
-            for part in parts_of(media_type, content["example"]):
-                check(part, content["schema"]["x-part"])
+            check_stream(media_type, content["example"], content["schema"])
         num_checked += 1
     assert num_checked > len(routes.ROUTES)
 
@@ -130,6 +132,54 @@ def test_what_a_route_answers_is_described(gateway: Gateway, route: routes.Route
         reply = gateway.http.request(route.method, path, content=body)
         assert reply.status_code == 400
         check_answer(route, reply)
+
+
+NUMBERS = sorted(
+    {
+        int(limits[keyword]) + step
+        for limits in AllSamplingFields.limits.values()
+        for keyword in {"minimum", "exclusiveMinimum", "maximum"} & limits.keys()
+        for step in (-1, 0, 1)
+    }
+)
+"""The edges of all ranges, and what is beside them."""
+OTHERS: dict[str, list[Any]] = {
+    "stop": ["", "x", "x" * 8192, "x" * 8193, [], [""], ["x"] * 64, ["x"] * 65],
+    "stop_token_ids": [[], [0] * 1024, [0] * 1025],
+    "bad_words": [[], [""], ["x" * 8193], ["x"] * 256, ["x"] * 257],
+    "logit_bias": [{}, {"0": -100}, {"17": 101}, {str(i): 1 for i in range(4097)}],
+    "cache_salt": ["", "x" * 256, "x" * 257],
+    "tenant": ["", "x" * 256, "x" * 257],
+    "cache_priority": [
+        [],
+        [{"priority": 100, "start": 0, "end": 1, "ttl_s": 1}],
+        *([{"priority": 1, **wrong}] for wrong in ({"start": -1}, {"end": 0}, {"ttl_s": 0})),
+        [{"start": 1}],
+        [{"priority": 101}],
+        [{"priority": 1, "more": 1}],
+    ],
+}
+TOGETHER = {"min_tokens": {"max_tokens": INT32_MAX}, "cache_ttl_s": {"cache_priority": 1}}
+"""What a parameter needs beside it."""
+
+
+@pytest.mark.parametrize("name", AllSamplingFields.limits)
+def test_the_ranges_in_the_document_are_the_schedulers(name: str) -> None:
+    schema = DOCUMENT["components"]["schemas"]["GenerateRequest"]["properties"][name]
+    validator = jsonschema.Draft202012Validator(schema)
+    found = set()
+    for value in [*OTHERS.get(name, []), *NUMBERS]:
+        body = {"prompt": "x", **TOGETHER.get(name, {}), name: value}
+        try:
+            sampling = read(GenerateRequest, json.dumps(body).encode()).sampling()
+            biases = {int(token): bias for token, bias in sampling.get("logit_bias", {}).items()}
+            SamplingParams(**{**sampling, "logit_bias": biases})
+            is_accepted = True
+        except (ApiError, InvalidRequestError):
+            is_accepted = False
+        assert validator.is_valid(value) == is_accepted, value
+        found.add(is_accepted)
+    assert found == {True, False}
 
 
 def test_unserved_fields_are_described_with_what_is_accepted() -> None:

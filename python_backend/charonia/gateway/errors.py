@@ -195,7 +195,10 @@ def of_client_error(error: CharoniaClientError) -> ApiError:
                 retry_after_s=error.retry_after_s,
             )
         case Cancelled():
-            return ApiError(CLIENT_LEFT, message, code="cancelled")
+            # Another client of the server did it: the gateway reads no answer that it cancels.
+            return ApiError(
+                HTTPStatus.INTERNAL_SERVER_ERROR, message, kind=SERVER, code="cancelled"
+            )
         case _:
             return ApiError(
                 HTTPStatus.INTERNAL_SERVER_ERROR, message, kind=SERVER, code=code or "internal"

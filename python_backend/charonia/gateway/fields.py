@@ -34,19 +34,24 @@ class Fields(BaseModel):
         unserved: further fields of OpenAI's and vLLM's that are not served, with the values that
             ask for nothing and are accepted; null always is.
         long: fields of any length; they check themselves and stop at the first fault.
+        limits: keywords of JSON schema for fields whose values are checked elsewhere: they describe
+            what is accepted there.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
     unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     long: ClassVar[frozenset[str]] = frozenset()
+    limits: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
 
     @classmethod
     def __get_pydantic_json_schema__(
         cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        """Describe the unserved fields too. See pydantic."""
+        """Describe limits and the unserved fields too. See pydantic."""
         found = handler(core_schema)
         properties = handler.resolve_ref_schema(found)["properties"]
+        for name, keywords in cls.limits.items():
+            properties[name].update(keywords)
         for name, accepted in sorted(cls.unserved.items()):
             properties[name] = {
                 "enum": [*_different(accepted), None],

@@ -27,10 +27,12 @@ from charonia.gateway.routes import (
 from charonia.version import VERSION
 
 _SCHEMAS = "#/components/schemas/"
-_RETRIED = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
-_RETRY_AFTER = {
-    "Retry-After": {"description": "Seconds to wait before trying again.", "schema": {}}
+_RETRIED = {
+    HTTPStatus.TOO_MANY_REQUESTS: True,
+    HTTPStatus.SERVICE_UNAVAILABLE: True,
+    HTTPStatus.GATEWAY_TIMEOUT: False,
 }
+"""Errors that may say when to try again, and whether each of them does."""
 _KEY = "api_key"
 _DESCRIPTION = "A gateway in front of charonia servers: OpenAI's API, and a plain REST API."
 
@@ -108,6 +110,7 @@ def _content(answer: Answer) -> dict[str, Any]:
         schema["description"] = answer.says
     if answer.kind is not None:
         schema["x-part"] = _ref(answer.kind)
+        schema["x-last-part"] = {"anyOf": [_ref(kind) for kind in answer.last_kinds]}
     return {"schema": schema, "example": answer.example}
 
 
@@ -121,7 +124,12 @@ def _error(status: HTTPStatus) -> dict[str, Any]:
         "content": {JSON: {"schema": _ref(ErrorAnswer), "example": ERRORS[status].example}},
     }
     if status in _RETRIED:
-        response["headers"] = _RETRY_AFTER
+        header = {
+            "description": "Seconds to wait before trying again.",
+            "required": _RETRIED[status],
+            "schema": {"type": "integer", "minimum": 1},
+        }
+        response["headers"] = {"Retry-After": header}
     return response
 
 
@@ -132,7 +140,13 @@ def _ref(kind: type) -> dict[str, str]:
 def _schemas() -> dict[str, Any]:
     """The schemas of all requests and answers, by name."""
     requests = _unique(route.request for route in ROUTES if route.request is not None)
-    answers = _unique(one.kind for route in ROUTES for one in route.answers if one.kind)
+    answers = _unique(
+        kind
+        for route in ROUTES
+        for one in route.answers
+        for kind in (one.kind, *one.last_kinds)
+        if kind
+    )
     _, of_requests = models_json_schema(
         [(kind, "validation") for kind in (*requests, *PARTS_OF_REQUESTS)],
         ref_template=_SCHEMAS + "{model}",

@@ -35,6 +35,7 @@ from charonia.gateway.rest.answers import (
     Health,
     MetricsAnswer,
     Piece,
+    Totals,
 )
 from charonia.gateway.rest.requests import BatchRequest, GenerateRequest, PromptRequest
 
@@ -73,6 +74,7 @@ class Answer:
 
     Attributes:
         kind: the JSON of it, or of a part of a stream. says: the form of what is not JSON.
+        last_kinds: what the JSON of a stream's last part may be.
     """
 
     example: Any
@@ -80,6 +82,7 @@ class Answer:
     media_type: str = JSON
     status: HTTPStatus = HTTPStatus.OK
     says: str = ""
+    last_kinds: tuple[type, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -150,7 +153,8 @@ ERRORS = {
         _example("tenant 'a' is above its rate", "rate_limit_error", "rate_limit_exceeded"),
     ),
     HTTPStatus.INTERNAL_SERVER_ERROR: ErrorStatus(
-        "The gateway or a server failed.", _example("the gateway failed", _SERVER, "internal")
+        "The gateway or a server failed, or the server was told to cancel the request.",
+        _example("the gateway failed", _SERVER, "internal"),
     ),
     HTTPStatus.BAD_GATEWAY: ErrorStatus(
         "A server does not understand the gateway.",
@@ -180,6 +184,8 @@ _OF_GENERATION = (
     HTTPStatus.BAD_GATEWAY,
     HTTPStatus.GATEWAY_TIMEOUT,
 )
+# Whatever else goes wrong is said of an entry, within the answer.
+_OF_BATCH = tuple(status for status in _OF_WORK if status != HTTPStatus.NOT_FOUND)
 _FAULT = (HTTPStatus.INTERNAL_SERVER_ERROR,)
 _KEYED_FAULT = (HTTPStatus.UNAUTHORIZED, HTTPStatus.INTERNAL_SERVER_ERROR)
 
@@ -189,10 +195,13 @@ def _events(*values: Mapping[str, Any]) -> str:
 
 
 _EVENTS = (
-    "Server-sent events. The data of each is the JSON of `x-part`, or an error; "
-    "the last one is [DONE]."
+    "Server-sent events. The data of each is the JSON of `x-part`, and that of the last one is of "
+    "`x-last-part`: an error if the answer failed after its beginning. Then [DONE] follows."
 )
-_LINES = "Lines of JSON. Each is of `x-part`, and the last one has the totals."
+_LINES = (
+    "Lines of JSON. Each is of `x-part`, and the last one is of `x-last-part`: the totals, or an "
+    "error if the batch failed after its beginning."
+)
 _ID = "8f14e45fceea167a5a36dedd4bea2543"
 _USAGE = {
     "prompt_tokens": 6,
@@ -314,6 +323,7 @@ ROUTES = (
                 TextAnswer,
                 SSE,
                 says=_EVENTS,
+                last_kinds=(TextAnswer, ErrorAnswer),
             ),
         ),
         _OF_GENERATION,
@@ -344,6 +354,7 @@ ROUTES = (
                 ChatChunk,
                 SSE,
                 says=_EVENTS,
+                last_kinds=(ChatChunk, ErrorAnswer),
             ),
         ),
         _OF_GENERATION,
@@ -413,7 +424,7 @@ ROUTES = (
         "Complete one prompt.",
         (
             Answer(_GENERATED, GenerateAnswer),
-            Answer(_events(*_PIECES), Piece, SSE, says=_EVENTS),
+            Answer(_events(*_PIECES), Piece, SSE, says=_EVENTS, last_kinds=(Piece, ErrorAnswer)),
         ),
         (*_OF_GENERATION, HTTPStatus.FORBIDDEN),
         GenerateRequest,
@@ -442,9 +453,10 @@ ROUTES = (
                 BatchLine,
                 NDJSON,
                 says=_LINES,
+                last_kinds=(Totals, ErrorAnswer),
             ),
         ),
-        _OF_GENERATION,
+        _OF_BATCH,
         BatchRequest,
         {
             "two": {

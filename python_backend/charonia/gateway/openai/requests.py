@@ -12,7 +12,7 @@ from pydantic import WithJsonSchema, field_validator
 from charonia.errors import shown
 from charonia.gateway.errors import invalid
 from charonia.gateway.fields import INT32_MAX, TOKEN_IDS, Fields, are_token_ids
-from charonia.gateway.sampling import SamplingFields
+from charonia.gateway.sampling import COUNT, LOGPROBS, SAMPLES, SamplingFields
 from charonia_client import Sampling
 
 _SOME_IDS = {**TOKEN_IDS, "minItems": 1}
@@ -24,6 +24,19 @@ _PROMPTS = {
         {"type": "array", "minItems": 1, "items": _SOME_IDS},
     ]
 }
+_CONTENTS = [
+    {"type": "string"},
+    {
+        "type": "array",
+        "items": {
+            "type": "object",
+            "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+            "required": ["type", "text"],
+            "additionalProperties": False,
+        },
+    },
+    {"type": "null"},
+]
 _TEXT: tuple[Any, ...] = ({"type": "text"},)
 _UNSERVED: Mapping[str, tuple[Any, ...]] = {
     "allowed_token_ids": (),
@@ -116,6 +129,12 @@ class CompletionRequest(TextRequest):
         "suffix": (),
     }
     long: ClassVar[frozenset[str]] = frozenset(("prompt",))
+    limits: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        **SamplingFields.limits,
+        "max_tokens": {**COUNT, "minimum": 0},  # 0 with `echo`
+        "best_of": SAMPLES,
+        "logprobs": LOGPROBS,
+    }
 
     prompt: Annotated[Any, WithJsonSchema(_PROMPTS)]
     best_of: int | None = None
@@ -156,6 +175,7 @@ class Message(Fields):
     """A message of a conversation. Empty fields of earlier answers may be sent back."""
 
     unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    limits: ClassVar[Mapping[str, Mapping[str, Any]]] = {"content": {"anyOf": _CONTENTS}}
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[dict[str, Any]] | None = None
@@ -170,6 +190,8 @@ class Message(Fields):
 
 class Conversation(Fields):
     """What the chat template renders."""
+
+    limits: ClassVar[Mapping[str, Mapping[str, Any]]] = {"messages": {"minItems": 1}}
 
     messages: list[Message] | None = None
     add_generation_prompt: bool | None = None
@@ -243,6 +265,12 @@ class ChatRequest(TextRequest, Conversation):
         "tools": ([],),
         "verbosity": ("medium",),
         "web_search_options": (),
+    }
+    limits: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        **SamplingFields.limits,
+        **Conversation.limits,
+        "max_completion_tokens": COUNT,
+        "top_logprobs": LOGPROBS,
     }
 
     messages: list[Message]

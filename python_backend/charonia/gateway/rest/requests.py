@@ -4,13 +4,15 @@ Owns the fields; sampling parameters have the scheduler's names. Must not know h
 generated; the scheduler checks ranges.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from pydantic import WithJsonSchema, field_validator
 
 from charonia.gateway.errors import invalid
 from charonia.gateway.fields import INT32_MAX, TOKEN_IDS, Fields, are_token_ids
-from charonia.gateway.sampling import SamplingFields
+from charonia.gateway.sampling import COUNT, LOGPROBS, SAMPLES, SamplingFields
+from charonia.protocol.sampling_params import MAX_CHARACTERS
 from charonia_client import Sampling
 
 TOKEN_IDS_OR_NULL = {"anyOf": [{**TOKEN_IDS, "minItems": 1}, {"type": "null"}]}
@@ -31,6 +33,13 @@ class AllSamplingFields(SamplingFields):
         "tenant",
         "speculation",
     )
+    limits: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        **SamplingFields.limits,
+        "best_of": SAMPLES,
+        "logprobs": LOGPROBS,
+        "deadline_ms": COUNT,
+        "tenant": {"maxLength": MAX_CHARACTERS["tenant"]},
+    }
 
     best_of: int | None = None
     logprobs: int | None = None
