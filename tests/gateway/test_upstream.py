@@ -91,6 +91,31 @@ def test_its_own_requests_are_not_counted_twice(server: TritonServer, other: Tri
     wait_idle(server)
 
 
+def test_requests_that_come_while_a_probe_is_asked_do_not_hide_those_of_others(
+    server: TritonServer,
+) -> None:
+    async def main() -> None:
+        async with opened(server) as found, AsyncClient(server.grpc_url) as somebody:
+            (only,) = found.servers
+            sampling = {"max_tokens": ENDLESS, "ignore_eos": True, "n": 2}
+            async with somebody.stream([5, 6], sampling) as stream:  # type: ignore[arg-type]
+                await anext(stream)
+                await asyncio.to_thread(wait_metric, server, RUNNING, 2)
+                probe = only.refreshed(0.0)
+                await asyncio.sleep(0)  # it is sent
+                with only.taking(2):  # nothing of which has reached the server
+                    await probe
+                assert only.num_others == 2
+                with only.taking(2):
+                    probe = only.refreshed(0.0)
+                    await asyncio.sleep(0)
+                await probe
+                assert only.num_others == 2
+
+    asyncio.run(main())
+    wait_idle(server)
+
+
 def test_a_server_that_is_known_to_be_down_comes_last(server: TritonServer) -> None:
     async def main() -> None:
         found = Upstream(["127.0.0.1:1", server.grpc_url], "scheduler")

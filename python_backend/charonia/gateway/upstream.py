@@ -96,12 +96,17 @@ class Server:
 
     async def _ask(self) -> EngineState | None:
         state = None
+        num_before = self.num_samples
         with contextlib.suppress(CharoniaClientError):
             state = await self.client.probe()
             self.max_model_len = state.max_model_len or self.max_model_len
             if state.load is not None:
+                # The server counted at some time in between. What it may have missed is not
+                # subtracted: it would hide requests of others. A sample that is counted twice
+                # only sends requests elsewhere, until the next probe.
+                num_own = min(num_before, self.num_samples)
                 known = state.load.num_running + state.load.num_waiting
-                self.num_others = max(0, known - self.num_samples)
+                self.num_others = max(0, known - num_own)
         self.is_known_down = state is None or not state.is_up
         if not self.is_known_down:
             self.breaker.note_up()
