@@ -257,7 +257,7 @@ class EngineState:
         turn_age_s: seconds since the scheduling thread last looked for work; many seconds mean
             that it hangs.
         max_model_len: tokens of prompt and answer together; None while no engine reports it.
-        load: what the scheduler has to do; None from an older server.
+        load: what the scheduler has to do; None if a server of another version lacks a part of it.
     """
 
     is_up: bool

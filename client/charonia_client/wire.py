@@ -134,15 +134,20 @@ def read_state(text: str) -> EngineState:
             max_model_len=values.get("max_model_len"),
             load=_read_load(values.get("load")),
         )
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ServerError(f"the answer to a probe cannot be understood: {error!r}") from error
 
 
 def _read_load(values: Mapping[str, Any] | None) -> Load | None:
-    """Read the load in an answer; fields that this client does not know are left out."""
-    if values is None:
+    """Read the load in an answer, as far as it is the load that this client knows.
+
+    Another version of the server may have further fields, which are left out, or lack some: then
+    there is no load.
+    """
+    names = [field.name for field in fields(Load)]
+    if values is None or not values.keys() >= set(names):
         return None
-    return Load(**{field.name: values[field.name] for field in fields(Load)})
+    return Load(**{name: values[name] for name in names})
 
 
 def to_grpc(request: Request) -> service_pb2.ModelInferRequest:

@@ -14,7 +14,7 @@ from openai import AsyncOpenAI
 
 from charonia.launch.server.run import running_server
 from charonia.launch.server.tritonserver import TritonServer
-from support.e2e import ENDLESS, ENDLESS_BLOCKS, ONE_THREAD, one_torch_thread, wait_idle
+from support.e2e import ENDLESS, ENDLESS_BLOCKS, ONE_THREAD, one_torch_thread, wait_for, wait_idle
 from support.gateway import Gateway, running_gateway
 from support.long import long
 
@@ -113,7 +113,7 @@ def test_a_server_that_dies_is_an_error_in_its_streams_and_no_other_request_sees
         running_server(model=model, settings=SETTINGS) as doomed,
         running_gateway([doomed.grpc_url, server.grpc_url], model) as gateway,
     ):
-        assert [one["ready"] for one in readiness(gateway)["servers"]] == [True, True]
+        assert wait_for(lambda: ready(gateway), all) == [True, True]
         body = SAMPLED | {"max_tokens": ENDLESS, "stream": True}
         with (
             gateway.http.stream("POST", TEXT, json=body) as first,
@@ -134,13 +134,12 @@ def test_a_server_that_dies_is_an_error_in_its_streams_and_no_other_request_sees
                 assert "error" not in next(streams[1])
                 reply = gateway.http.post(TEXT, json=SAMPLED | {"max_tokens": 2})
                 assert reply.status_code == 200, reply.text
-        assert [one["ready"] for one in readiness(gateway)["servers"]] == [False, True]
+        assert wait_for(lambda: ready(gateway), lambda found: not all(found)) == [False, True]
         retries = f'charonia_gateway_retries_total{{server="{doomed.grpc_url}"}}'
         assert gateway.metrics().get(retries, 0) < 20, "not each one is tried in vain"
     wait_idle(server)
 
 
-def readiness(gateway: Gateway) -> dict[str, Any]:
+def ready(gateway: Gateway) -> list[bool]:
     """What it says of its servers."""
-    answer: dict[str, Any] = gateway.http.get("/health/ready").json()
-    return answer
+    return [one["ready"] for one in gateway.http.get("/health/ready").json()["servers"]]

@@ -11,9 +11,11 @@ from charonia.gateway import upstream
 from charonia.gateway.upstream import Upstream
 from charonia.launch.server.run import running_server
 from charonia.launch.server.tritonserver import TritonServer
-from charonia_client import AsyncClient, Timeouts
+from charonia_client import AsyncClient, Timeouts, client
 from support.e2e import ENDLESS, ENDLESS_BLOCKS, ONE_THREAD, one_torch_thread, wait_idle
 from support.gateway import wait_metric
+from support.held_back import held_back
+from support.waiting import WAIT_S
 
 SETTINGS = (ONE_THREAD, ENDLESS_BLOCKS, "max_num_seqs=2")
 RUNNING = "charonia_requests_running"
@@ -91,6 +93,31 @@ def test_its_own_requests_are_not_counted_twice(server: TritonServer, other: Tri
     wait_idle(server)
 
 
+def test_requests_that_come_while_a_probe_is_asked_do_not_hide_those_of_others(
+    server: TritonServer,
+) -> None:
+    async def main() -> None:
+        async with opened(server) as found, AsyncClient(server.grpc_url) as somebody:
+            (only,) = found.servers
+            sampling = {"max_tokens": ENDLESS, "ignore_eos": True, "n": 2}
+            async with somebody.stream([5, 6], sampling) as stream:  # type: ignore[arg-type]
+                await anext(stream)
+                await asyncio.to_thread(wait_metric, server, RUNNING, 2)
+                probe = only.refreshed(0.0)
+                await asyncio.sleep(0)  # it is sent
+                with only.taking(2):  # nothing of which has reached the server
+                    await probe
+                assert only.num_others == 2
+                with only.taking(2):
+                    probe = only.refreshed(0.0)
+                    await asyncio.sleep(0)
+                await probe
+                assert only.num_others == 2
+
+    asyncio.run(main())
+    wait_idle(server)
+
+
 def test_a_server_that_is_known_to_be_down_comes_last(server: TritonServer) -> None:
     async def main() -> None:
         found = Upstream(["127.0.0.1:1", server.grpc_url], "scheduler")
@@ -103,27 +130,38 @@ def test_a_server_that_is_known_to_be_down_comes_last(server: TritonServer) -> N
     asyncio.run(main())
 
 
+def test_a_server_that_hangs_is_not_waited_for_while_another_one_is_up(
+    server: TritonServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "_PROBE_S", 1e6)
+    monkeypatch.setattr(upstream, "PROBE_TIMEOUT_S", 1e6)
+    monkeypatch.setattr(upstream, "STATE_AGE_S", 0.0)
+
+    async def main() -> None:
+        async with held_back(server.grpc_url) as (url, passes), asyncio.timeout(WAIT_S):
+            passes.set()
+            found = Upstream([url, server.grpc_url], "scheduler")
+            assert (known := await found.servers[0].refreshed(0.0)) is not None
+            passes.clear()
+            states = await found.states()
+            assert states[0] is known
+            assert states[1] is not None
+            assert not found.servers[0].refreshed(0.0).done()
+            await found.close()
+
+    asyncio.run(main())
+
+
 def test_a_server_that_does_not_answer_is_not_waited_for(
     server: TritonServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(upstream, "PROBE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(client, "_PROBE_S", 1e6)
+    monkeypatch.setattr(upstream, "PROBE_TIMEOUT_S", 0.1)
 
     async def main() -> None:
-        async def swallow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            try:
-                await reader.read()
-            finally:
-                writer.close()
-
-        silent = await asyncio.start_server(swallow, "127.0.0.1", 0)
-        port = silent.sockets[0].getsockname()[1]
-        found = Upstream([f"127.0.0.1:{port}", server.grpc_url], "scheduler")
-        started = asyncio.get_running_loop().time()
-        states = await found.states()
-        seconds = asyncio.get_running_loop().time() - started
-        assert states[0] is None
-        assert seconds < 4.0, "a probe takes five seconds to give up"
-        await found.close()
-        silent.close()
+        async with held_back(server.grpc_url) as (url, _), asyncio.timeout(WAIT_S):
+            found = Upstream([url], "scheduler")
+            assert await found.states() == [None]
+            await found.close()
 
     asyncio.run(main())

@@ -4,6 +4,7 @@ Owns how much of an answer this process buffers, how long a request's head may b
 how a connection is aborted. Must not know what is sent.
 """
 
+import socket
 from asyncio import TimerHandle, Transport
 from typing import cast
 
@@ -14,7 +15,10 @@ HEAD_S = 30.0
 """Timeout for a request's head, from the connection or the last answer on."""
 MAX_HEAD_BYTES = 2**16
 WRITE_BUFFER_BYTES = 2**14
-"""What exceeds this waits in the kernel, whose buffers the operator bounds."""
+"""An answer's next part waits while this process still has more than this of it."""
+UNSENT_BYTES = 2**14
+"""The kernel takes no more while it has so much that it has not sent yet. Without this bound it
+takes megabytes, and a slow reader looks like one that reads nothing."""
 _ABORT = "charonia.abort"
 
 
@@ -35,6 +39,8 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
         """See `asyncio.Protocol`."""
         transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
+        connection: socket.socket = transport.get_extra_info("socket")
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
         super().connection_made(transport)
         self._start_head_timer()
 

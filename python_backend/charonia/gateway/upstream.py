@@ -45,7 +45,9 @@ MAX_ATTEMPTS = 3
 STATE_AGE_S = 0.2
 """How long the answer to a probe is reused."""
 PROBE_TIMEOUT_S = 2.0
-"""Readiness waits so long for a server's answer."""
+"""Readiness waits so long for a server that is up."""
+OTHERS_S = 0.1
+"""Once one is up, the answers of the others are waited for so long."""
 LOAD_AGE_S = 1.0
 """The load of a server is refreshed after this time, if there are several."""
 LENGTH_AGE_S = 5.0
@@ -62,6 +64,7 @@ class Server:
         num_requests: this gateway's running requests there. num_samples: of these.
         num_others: samples of others that run or wait there, by the last probe.
         is_known_down: whether the last probe found no engine, or had no answer.
+        last_state: by the last probe that has ended; None if it had no answer.
         turn: when it was chosen last. max_model_len: as it last reported.
     """
 
@@ -73,19 +76,12 @@ class Server:
         self.num_samples = 0
         self.num_others = 0
         self.is_known_down = False
+        self.last_state: EngineState | None = None
         self.turn = 0
         self.max_model_len: int | None = None
         self._clock = clock
         self._probe: asyncio.Task[EngineState | None] | None = None
         self._probed_at = 0.0
-
-    async def state(self) -> EngineState | None:
-        """Return the state of its scheduler and engine; None if it does not answer in time."""
-        probe = self.refreshed(STATE_AGE_S)
-        try:
-            return await asyncio.wait_for(asyncio.shield(probe), PROBE_TIMEOUT_S)
-        except TimeoutError:
-            return None
 
     def refreshed(self, age_s: float) -> "asyncio.Task[EngineState | None]":
         """Return the last probe, or start a new one if that is older; it may still be running."""
@@ -96,16 +92,22 @@ class Server:
 
     async def _ask(self) -> EngineState | None:
         state = None
+        num_before = self.num_samples
         with contextlib.suppress(CharoniaClientError):
             state = await self.client.probe()
             self.max_model_len = state.max_model_len or self.max_model_len
             if state.load is not None:
+                # The server counted at some time in between. What it may have missed is not
+                # subtracted: it would hide requests of others. A sample that is counted twice
+                # only sends requests elsewhere, until the next probe.
+                num_own = min(num_before, self.num_samples)
                 known = state.load.num_running + state.load.num_waiting
-                self.num_others = max(0, known - self.num_samples)
+                self.num_others = max(0, known - num_own)
         self.is_known_down = state is None or not state.is_up
         if not self.is_known_down:
             self.breaker.note_up()
         self._probed_at = self._clock()
+        self.last_state = state
         return state
 
     @contextlib.contextmanager
@@ -189,8 +191,18 @@ class Upstream:
             return await anext(answer)
 
     async def states(self) -> list[EngineState | None]:
-        """Return the state of each server; None for one that does not answer."""
-        return list(await asyncio.gather(*(server.state() for server in self.servers)))
+        """Return the state of each server; None for one that does not answer.
+
+        A server that hangs is not waited for if another one is up: it has its last state here.
+        """
+        probes = [server.refreshed(STATE_AGE_S) for server in self.servers]
+        is_one_up = await _wait_one_up(probes)
+        if is_one_up:
+            await asyncio.wait(probes, timeout=OTHERS_S)
+        return [
+            probe.result() if probe.done() else server.last_state if is_one_up else None
+            for probe, server in zip(probes, self.servers, strict=True)
+        ]
 
     async def max_model_len(self) -> int | None:
         """The longest request that every server accepts, as far as they have reported it."""
@@ -244,6 +256,16 @@ class Upstream:
         if len(tried) >= MAX_ATTEMPTS:
             return False
         return any(server not in tried and server.breaker.admits for server in self.servers)
+
+
+async def _wait_one_up(probes: Sequence["asyncio.Task[EngineState | None]"]) -> bool:
+    """Wait for the first server that is up. Returns whether one was found in time."""
+    with contextlib.suppress(TimeoutError):
+        for probe in asyncio.as_completed(probes, timeout=PROBE_TIMEOUT_S):
+            state = await probe
+            if state is not None and state.is_up:
+                return True
+    return False
 
 
 def _order(server: Server) -> tuple[bool, int, int]:
