@@ -38,6 +38,12 @@ from charonia_client.values import Chunk, Health
 
 _FINISH_S = 1.0  # how long a call may take to end after its last response
 _HEALTH_S = 5.0
+PING_S = 320
+"""An idle connection with calls is tested so often. By default tritonserver closes a connection on
+which several pings come within 300 s without any data of its own."""
+PING_TIMEOUT_S = 20
+"""A connection is lost if the server does not answer a ping, or the kernel has no acknowledgement
+of what was sent, for so long."""
 _OPTIONS = [
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
@@ -49,6 +55,8 @@ _OPTIONS = [
     # Each stream buffers 64 KB before it is read, HTTP/2's default. gRPC would measure the line
     # and buffer megabytes for each stream whose reader has stopped.
     ("grpc.http2.bdp_probe", 0),
+    # Otherwise gRPC stops after two pings that no data of this client followed.
+    ("grpc.http2.max_pings_without_data", 0),
 ]
 
 
@@ -64,9 +72,9 @@ class GrpcTransport:
         self, url: str, credentials: grpc.ChannelCredentials | None, headers: Mapping[str, str]
     ) -> None:
         if credentials is None:
-            self._channel = grpc.insecure_channel(url, options=_OPTIONS)
+            self._channel = grpc.insecure_channel(url, options=_options())
         else:
-            self._channel = grpc.secure_channel(url, credentials, options=_OPTIONS)
+            self._channel = grpc.secure_channel(url, credentials, options=_options())
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         self._metadata = _metadata(headers)
 
@@ -185,9 +193,9 @@ class AsyncGrpcTransport:
         self, url: str, credentials: grpc.ChannelCredentials | None, headers: Mapping[str, str]
     ) -> None:
         if credentials is None:
-            self._channel = grpc.aio.insecure_channel(url, options=_OPTIONS)
+            self._channel = grpc.aio.insecure_channel(url, options=_options())
         else:
-            self._channel = grpc.aio.secure_channel(url, credentials, options=_OPTIONS)
+            self._channel = grpc.aio.secure_channel(url, credentials, options=_options())
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         self._metadata = _metadata(headers)
 
@@ -275,6 +283,20 @@ class AsyncGrpcExchange:
     async def abort(self) -> None:
         """See `exchange.AsyncExchange`."""
         self._call.cancel()
+
+
+def _options() -> list[tuple[str, int]]:
+    """Options of a channel.
+
+    gRPC sets TCP_USER_TIMEOUT to the keep-alive timeout, if there is a keep-alive time. For pings
+    grpcio 1.85 uses the ping timeout alone, whose default is a minute.
+    """
+    times = {
+        "grpc.keepalive_time_ms": PING_S,
+        "grpc.keepalive_timeout_ms": PING_TIMEOUT_S,
+        "grpc.http2.ping_timeout_ms": PING_TIMEOUT_S,
+    }
+    return _OPTIONS + [(name, int(1000 * seconds)) for name, seconds in times.items()]
 
 
 def _metadata(headers: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
