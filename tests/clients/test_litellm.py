@@ -1,14 +1,17 @@
 """LiteLLM's provider `hosted_vllm/`.
 
-Leaving one of its asynchronous streams is not checked: with 1.83.0 the request went on for two
-minutes after `aclose`, and after the reading task was cancelled.
+With 1.83.0 the connection of its asynchronous streams stays open after `aclose`, and after the
+reading task was cancelled: what reads the answer has no `aclose` that it could call. So the client
+is closed, or the provider is `openai/`.
 """
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
 import litellm
 import pytest
+from litellm.llms.custom_httpx.http_handler import AsyncHTTPHandler
 
 from clients.calls import rendered
 from support.e2e import ENDLESS
@@ -99,3 +102,35 @@ def test_an_answer_comes_back_in_the_history(
 def test_a_timeout_of_the_library_cancels(ask: Callable[..., Any]) -> None:
     with pytest.raises(litellm.Timeout):
         ask(max_tokens=ENDLESS, ignore_eos=True, timeout=0.5)
+
+
+async def left_stream(base_url: str, provider: str, **options: Any) -> None:
+    """Begin an endless stream, and close it."""
+    stream: Any = await litellm.acompletion(
+        model=f"{provider}/small",
+        api_base=base_url,
+        api_key="none",
+        num_retries=0,
+        messages=MESSAGES,
+        max_tokens=ENDLESS,
+        stream=True,
+        extra_body={"ignore_eos": True},
+        **options,
+    )
+    await anext(stream)
+    await stream.aclose()
+
+
+@pytest.mark.usefixtures("idle_afterwards")
+def test_closing_the_client_of_an_asynchronous_stream_cancels(base_url: str) -> None:
+    async def main() -> None:
+        client = AsyncHTTPHandler()
+        await left_stream(base_url, "hosted_vllm", client=client)
+        await client.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.usefixtures("idle_afterwards")
+def test_closing_an_asynchronous_stream_of_the_provider_openai_cancels(base_url: str) -> None:
+    asyncio.run(left_stream(base_url, "openai"))
