@@ -21,7 +21,7 @@ MIN_GLIBC_MINOR := 35
 # A process that dies ends the run: its tests would run again, and xdist may wait for ever.
 TESTS := $(BIN)/python tests/run.py --numprocesses 3 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder --durations 20 --durations-min 8
 
-.PHONY: help setup demo serve test test-long test-page gateway-clients check interface bench bench-peers bench-speculation bench-overlap bench-attention bench-front bench-prompt bench-control bench-stall bench-flood bench-simulator bench-policies bench-cache bench-prefix bench-samples bench-kv bench-parallel bench-faults bench-endurance bench-gateway bench-hostile clean
+.PHONY: help setup demo serve test test-long test-page observe-test gateway-clients dashboards check interface bench bench-peers bench-speculation bench-overlap bench-attention bench-front bench-prompt bench-control bench-stall bench-flood bench-simulator bench-policies bench-cache bench-prefix bench-samples bench-kv bench-parallel bench-faults bench-endurance bench-gateway bench-hostile clean
 
 help:
 	@echo "make setup   create $(VENV) with everything (pinned by constraints.txt)"
@@ -30,6 +30,8 @@ help:
 	@echo "make test    all tests but the long ones, with the coverage gate; arguments for pytest in ARGS"
 	@echo "make test-long   the long ones: many random cases, repeated faults, stress; arguments for pytest in ARGS"
 	@echo "make test-page   the gateway's page in a real Chromium; arguments for pytest in ARGS"
+	@echo "make observe-test   dashboards and alerts in a real Prometheus; needs prometheus; arguments for pytest in ARGS"
+	@echo "make dashboards   write docker/grafana/dashboards"
 	@echo "make gateway-clients   official clients against a real gateway, recorded; needs node 20 and npm; arguments in ARGS"
 	@echo "make check   formatting, lint, types, import rules"
 	@echo "make interface   write what config.pbtxt and README.md files repeat of the interface's tables"
@@ -87,7 +89,7 @@ serve: $(KERNELS)
 	@$(BIN)/charonia serve --gateway $(ARGS)
 
 test: $(KERNELS)
-	$(TESTS) -m "not long and not page" --cov=charonia.control --cov=charonia.text --cov-branch --cov-report= $(ARGS)
+	$(TESTS) -m "not long and not page and not observe" --cov=charonia.control --cov=charonia.text --cov-branch --cov-report= $(ARGS)
 	$(BIN)/coverage report --fail-under 100 --show-missing --skip-covered
 
 test-long: $(KERNELS)
@@ -98,6 +100,15 @@ test-page: $(KERNELS)
 	@tests/page/find_chromium >/dev/null
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[$(EXTRAS),page]'
 	CHROMIUM="$$(tests/page/find_chromium)" $(BIN)/python tests/run.py -m page tests/page $(ARGS)
+
+# PROMETHEUS=... and PROMTOOL=... name other programs than those on PATH.
+observe-test: $(KERNELS)
+	@command -v "$${PROMETHEUS:-prometheus}" >/dev/null && command -v "$${PROMTOOL:-promtool}" >/dev/null || { \
+	    echo "charonia: prometheus and promtool are needed (Debian: apt-get install prometheus)" >&2; exit 1; }
+	$(BIN)/python tests/run.py -m observe --capture no tests/observe $(ARGS)
+
+dashboards: $(STAMP)
+	$(BIN)/python docker/grafana/dashboards.py
 
 # The clients have an environment of their own, which also sees the packages of $(VENV).
 $(CLIENTS_STAMP): $(STAMP) tests/clients/requirements.txt tests/clients/package.json tests/clients/package-lock.json

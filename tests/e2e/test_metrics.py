@@ -119,18 +119,42 @@ GAUGES = {
     "answer_cache_answers": None,
     "answer_cache_bytes": None,
 }
-VLLM_COUNTERS = ("prompt_tokens_total", "generation_tokens_total")
+VLLM_COUNTERS = (
+    "prompt_tokens_total",
+    "generation_tokens_total",
+    "num_preemptions_total",
+    "prefix_cache_queries_total",
+    "prefix_cache_hits_total",
+    "request_success_total",
+    "spec_decode_num_drafts_total",
+    "spec_decode_num_draft_tokens_total",
+    "spec_decode_num_accepted_tokens_total",
+)
+VLLM_GAUGES = (
+    "num_requests_running",
+    "num_requests_waiting",
+    "kv_cache_usage_perc",
+    "cache_config_info",
+)
 VLLM_HISTOGRAMS = (
     "time_to_first_token_seconds",
+    "inter_token_latency_seconds",
     "time_per_output_token_seconds",
+    "request_queue_time_seconds",
     "e2e_request_latency_seconds",
     "request_prompt_tokens",
     "request_generation_tokens",
     "request_params_n",
 )
 PAGE_ALONE = {"charonia_scheduler_up", *(f"charonia_{name}" for name in STEP_HISTOGRAMS)}
+VLLM_PAGE_ALONE = {
+    "vllm:cache_config_info",
+    "vllm:inter_token_latency_seconds",
+    "vllm:time_per_output_token_seconds",
+}
 FINISHED = "charonia_finished_total"
 BLOCKS = "nv_trt_llm_kv_cache_block_metrics"
+REQUESTS = "nv_trt_llm_request_metrics"
 
 
 def kinds(page: str) -> dict[str, str]:
@@ -140,7 +164,7 @@ def kinds(page: str) -> dict[str, str]:
 
 def is_ours(name: str) -> bool:
     """Whether a metric is made here; the others are Triton's own."""
-    return name.startswith(("charonia_", "vllm:")) or name == BLOCKS
+    return name.startswith(("charonia_", "vllm:", "nv_trt_llm_"))
 
 
 def our_families(server: TritonServer) -> list[Metric]:
@@ -193,7 +217,7 @@ def test_every_metric_has_its_name_and_kind(server: TritonServer) -> None:
     page = whole_page(server.metrics_url)
     ours = {name: kind for name, kind in kinds(page).items() if name.startswith("charonia_")}
     assert ours == expected
-    assert kinds(page)[BLOCKS] == "gauge"
+    assert kinds(page)[BLOCKS] == kinds(page)[REQUESTS] == "gauge"
 
 
 def test_every_series_says_which_model_it_is_of(server: TritonServer) -> None:
@@ -350,7 +374,7 @@ def test_triton_s_own_page_has_all_but_what_is_observed_per_token_or_step(
     def missing() -> set[str]:
         own = kinds(HTTP.get(own_url).raise_for_status().text)
         assert own.items() <= whole.items()
-        return set(whole) - set(own) - {"vllm:time_per_output_token_seconds"}
+        return set(whole) - set(own) - VLLM_PAGE_ALONE
 
     # Gauges are there once the scheduler has told Triton of them.
     assert wait_for(missing, lambda names: names == PAGE_ALONE) == PAGE_ALONE
@@ -519,9 +543,10 @@ def test_gauges_show_what_runs_and_the_counters_its_cancellation(server: TritonS
 def test_blocks_are_shown_as_newer_servers_expect_them(samples: dict[str, float]) -> None:
     shown = {
         kind: samples[f'{BLOCKS}{{kv_cache_block_type="{kind}"}}']
-        for kind in ("max", "free", "used", "tokens_per")
+        for kind in ("max", "free", "used", "tokens_per", "fraction")
     }
-    assert shown == {"max": NUM_BLOCKS, "free": NUM_BLOCKS, "used": 0, "tokens_per": 16}
+    sizes = {"tokens_per": 16, "fraction": 0}
+    assert shown == {"max": NUM_BLOCKS, "free": NUM_BLOCKS, "used": 0, **sizes}
 
 
 # ---------------------------------------------------------------------- vLLM's names
@@ -534,12 +559,10 @@ def test_vllms_names_come_only_when_asked_for(server: TritonServer) -> None:
 def test_vllms_names_add_up_as_well(narrow_server: TritonServer) -> None:
     server = narrow_server
     found = kinds(whole_page(server.metrics_url))
-    assert {name: found[f"vllm:{name}"] for name in VLLM_COUNTERS} == dict.fromkeys(
-        VLLM_COUNTERS, "counter"
-    )
-    assert {name: found[f"vllm:{name}"] for name in VLLM_HISTOGRAMS} == dict.fromkeys(
-        VLLM_HISTOGRAMS, "histogram"
-    )
+    expected = {f"vllm:{name}": "counter" for name in VLLM_COUNTERS}
+    expected |= {f"vllm:{name}": "gauge" for name in VLLM_GAUGES}
+    expected |= {f"vllm:{name}": "histogram" for name in VLLM_HISTOGRAMS}
+    assert {name: kind for name, kind in found.items() if name.startswith("vllm:")} == expected
     watched = Watched(server)
     for _ in range(3):
         infer_grpc(server, request_inputs([7] * 20, {"max_tokens": 5, "ignore_eos": True}))
@@ -547,13 +570,36 @@ def test_vllms_names_add_up_as_well(narrow_server: TritonServer) -> None:
     rise = watched.rise
     assert rise("vllm:prompt_tokens_total") == 3 * 20
     assert rise("vllm:generation_tokens_total") == 3 * 5
+    assert rise('vllm:request_success_total{finished_reason="length"}') == 3
+    assert rise("vllm:prefix_cache_queries_total") == 3 * 20
     for name in VLLM_HISTOGRAMS:
-        num_tokens = 3 * 4 if name == "time_per_output_token_seconds" else 3
+        per_token = ("time_per_output_token_seconds", "inter_token_latency_seconds")
+        num_tokens = 3 * 4 if name in per_token else 3
         assert rise(f"vllm:{name}_count") == num_tokens, name
         check_histogram(watched.after, f"vllm:{name}")
     assert rise("vllm:request_prompt_tokens_sum") == 3 * 20
     assert rise("vllm:request_generation_tokens_sum") == 3 * 5
     assert rise("vllm:request_params_n_sum") == 3
+
+
+def check_what_an_endpoint_picker_reads(samples: dict[str, float]) -> None:
+    """Whether one request runs and two wait, in the words of vLLM and of TensorRT-LLM."""
+    assert samples["vllm:num_requests_running"] == 1
+    assert samples["vllm:num_requests_waiting"] == 2
+    assert 0 < samples["vllm:kv_cache_usage_perc"] < 1
+    (config,) = [name for name in samples if name.startswith("vllm:cache_config_info{")]
+    block_size, num_blocks = map(int, re.findall(r'"(\d+)"', config))
+    assert samples[config] == 1
+
+    def of(name: str, kind: str, value: str) -> float:
+        return samples[f'{name}{{{kind}="{value}"}}']
+
+    requests = [of(REQUESTS, "request_type", one) for one in ("active", "scheduled", "waiting")]
+    assert requests == [3, 1, 2]
+    assert of(BLOCKS, "kv_cache_block_type", "max") == num_blocks
+    assert of(BLOCKS, "kv_cache_block_type", "tokens_per") == block_size
+    fraction = of(BLOCKS, "kv_cache_block_type", "fraction")
+    assert fraction == pytest.approx(samples["vllm:kv_cache_usage_perc"])
 
 
 def test_the_queue_is_shown_and_its_refusals_are_counted(narrow_server: TritonServer) -> None:
@@ -569,6 +615,7 @@ def test_the_queue_is_shown_and_its_refusals_are_counted(narrow_server: TritonSe
             )
             assert samples["charonia_requests_running"] == 1
             assert samples["charonia_requests_waiting"] == 2
+            check_what_an_endpoint_picker_reads(samples)
             error_of(lambda: infer_grpc(server, inputs))
         assert [len(list(stream)) for stream in (first, second)] == [1, 1]
     watched.settle()

@@ -121,6 +121,18 @@ def test_the_histograms_of_all_schedulers_follow_each_family_once(
     assert b"unheard_of" not in read
 
 
+def test_what_a_metric_says_by_its_labels_is_said_of_each_scheduler_that_has_it(
+    page: MergedPage, add_scheduler: Callable[..., None]
+) -> None:
+    infos = {"vllm:cache_config_info": {"block_size": "16", "num_gpu_blocks": "99"}}
+    add_scheduler("one", lambda: SchedulerMetrics({}, infos))
+    add_scheduler("two", lambda: SchedulerMetrics({}))
+    read = page.read().decode()
+    labels = 'block_size="16",model="one",num_gpu_blocks="99",version="1"'
+    assert f"vllm:cache_config_info{{{labels}}} 1.0\n" in read
+    assert read.count("vllm:cache_config_info{") == 1
+
+
 def test_a_scheduler_is_asked_before_triton_whose_page_it_brings_up_to_date(
     page: MergedPage, add_scheduler: Callable[..., None], triton: Triton
 ) -> None:

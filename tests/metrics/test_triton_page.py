@@ -232,14 +232,44 @@ def test_what_is_observed_per_request_is_handed_on_once() -> None:
     assert registry.made["charonia_queue_seconds", ()].observed == [0.5]
 
 
-def test_kv_blocks_are_shown_in_the_words_of_the_orca_header() -> None:
-    metrics = Metrics()
-    for state, value in {"total": 12.0, "used": 4.0, "aside": 2.0}.items():
-        metrics.gauges["charonia_kv_blocks", state] = value
+GAUGES = {
+    ("charonia_kv_blocks", "total"): 12.0,
+    ("charonia_kv_blocks", "used"): 4.0,
+    ("charonia_kv_blocks", "aside"): 2.0,
+    ("charonia_requests_running", ""): 3.0,
+    ("charonia_requests_waiting", ""): 5.0,
+    ("charonia_max_rows", ""): 8.0,
+}
+
+
+def test_gauges_are_shown_by_tensorrt_llms_words_too() -> None:
+    metrics = Metrics(gauges=dict(GAUGES))
     registry, _ = make(metrics)
-    name = "nv_trt_llm_kv_cache_block_metrics"
-    values = {kind: registry.value(name, kind) for kind in ("max", "free", "used", "tokens_per")}
-    assert values == {"max": 10, "free": 6, "used": 4, "tokens_per": 16}
+    for name, expected in {
+        "nv_trt_llm_kv_cache_block_metrics": {
+            "max": 10,
+            "free": 6,
+            "used": 4,
+            "tokens_per": 16,
+            "fraction": 0.4,
+        },
+        "nv_trt_llm_request_metrics": {"active": 8, "scheduled": 3, "waiting": 5, "max": 8},
+    }.items():
+        assert {kind: registry.value(name, kind) for kind in expected} == expected
+
+
+def test_gauges_are_shown_by_vllms_names_too() -> None:
+    metrics = Metrics(gauges=dict(GAUGES))
+    registry, exporter = make(metrics, with_vllm_names=True)
+    assert registry.value("vllm:num_requests_running") == 3
+    assert registry.value("vllm:num_requests_waiting") == 5
+    assert registry.value("vllm:kv_cache_usage_perc") == 0.4
+    config = {"block_size": "16", "num_gpu_blocks": "10"}
+    assert exporter.infos() == {"vllm:cache_config_info": config}
+    _, plain = make(metrics)
+    assert plain.infos() == {}
+    empty, _ = make(Metrics(), with_vllm_names=True)
+    assert empty.value("vllm:kv_cache_usage_perc") == 0
 
 
 def test_vllms_names_come_on_request() -> None:
@@ -253,8 +283,13 @@ def test_vllms_names_come_on_request() -> None:
     metrics.observe_request("request_prompt_tokens", 7)
     metrics.observe_request("charonia_request_seconds", 1.5)
     metrics.observe_request("request_params_n", 1)
+    metrics.count("charonia_finished_total", 2, label="length")
+    metrics.count("charonia_finished_total", 4, label="timeout")
     exporter.update()
     assert registry.value("vllm:prompt_tokens_total") == 7
+    assert registry.value("vllm:request_success_total", "length") == 2
+    assert registry.value("vllm:request_success_total", "stop") == 0
+    assert ("vllm:request_success_total", ("timeout",)) not in registry.made
     assert exporter.step_histograms()["vllm:time_per_output_token_seconds"].counts[-1] == 9
     assert registry.made["vllm:request_prompt_tokens", ()].observed == [7]
     assert registry.made["vllm:e2e_request_latency_seconds", ()].observed == [1.5]

@@ -358,7 +358,7 @@ def samples_of(page: str) -> dict[str, float]:
     samples = {}
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
-            if sample.name.startswith("nv_") and "kv_cache_block_type" not in sample.labels:
+            if sample.name.startswith("nv_") and not sample.name.startswith("nv_trt_llm_"):
                 continue
             labels = ",".join(
                 f'{name}="{value}"'

@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import httpx
-from prometheus_client import CollectorRegistry, Metric, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import Metric as Family
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-from charonia.metrics.metric_table import BY_NAME, SCHEDULER_UP
+from charonia.metrics.metric_table import BY_NAME, SCHEDULER_UP, Metric
 from charonia.metrics.page_server import NoPageError
 from charonia.metrics.page_socket import METRICS_SOCKET, SchedulerMetrics, ask_schedulers
 
@@ -79,7 +80,7 @@ class _Answers(Collector):
     def __init__(self, answers: Mapping[Place, SchedulerMetrics | None]) -> None:
         self._answers = answers
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[Family]:
         """Yield the families that have series."""
         if not self._answers:
             return
@@ -89,6 +90,9 @@ class _Answers(Collector):
         yield is_up
         there = {place: answer for place, answer in self._answers.items() if answer is not None}
         for metric in BY_NAME.values():
+            if metric.info:
+                yield from _info(metric, there)
+                continue
             family = HistogramMetricFamily(metric.name, metric.help, labels=LABELS)
             for place, answer in there.items():
                 if (state := answer.histograms.get(metric.name)) is not None:
@@ -97,3 +101,13 @@ class _Answers(Collector):
                     family.add_metric(place, buckets, state.sum)
             if family.samples:
                 yield family
+
+
+def _info(metric: Metric, answers: Mapping[Place, SchedulerMetrics]) -> Iterator[Family]:
+    """Yield the family of a metric that is always 1, if a scheduler has it."""
+    family = GaugeMetricFamily(metric.name, metric.help, labels=(*LABELS, *metric.info))
+    for place, answer in answers.items():
+        if (found := answer.infos.get(metric.name)) is not None:
+            family.add_metric((*place, *(found[label] for label in metric.info)), 1.0)
+    if family.samples:
+        yield family

@@ -60,8 +60,9 @@ class Metric:
         place: "triton" is on Triton's own page. "page" is only on the page of `charonia serve` and
             `charonia metrics`: observations per token or step, which are too frequent for Triton's
             metrics, and the page's own state.
-        shows: name of the counter, histogram or observations whose values it shows; "" is its own
-            name.
+        shows: name of the counter, gauge, histogram or observations whose values it shows; "" is
+            its own name. A counter without a label shows the sum of all labels of that.
+        info: further labels of a gauge that is always 1, and says something by them.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Metric:
     buckets: tuple[float, ...] = ()
     place: Place = "triton"
     shows: str = ""
+    info: tuple[str, ...] = ()
 
     @property
     def source(self) -> str:
@@ -101,26 +103,40 @@ TIER_BLOCKS = Metric(
     label="tier",
     values=("host", "file"),
 )
+REQUESTS_RUNNING = Metric(
+    name="charonia_requests_running",
+    kind="gauge",
+    help="Requests that have a row of the engine.",
+)
+REQUESTS_WAITING = Metric(
+    name="charonia_requests_waiting",
+    kind="gauge",
+    help="Requests that wait for a row or for an engine.",
+)
+MAX_ROWS = Metric(
+    name="charonia_max_rows",
+    kind="gauge",
+    help="Maximum of concurrent requests, as set or as chosen by max_num_seqs auto.",
+)
 TRITON_BLOCKS = Metric(
     name="nv_trt_llm_kv_cache_block_metrics",
     kind="gauge",
-    help="Blocks of the KV cache, and tokens per block, as Triton's ORCA load header expects them.",
+    help="Blocks of the KV cache, tokens per block, and the share in use, by TensorRT-LLM's words.",
     label="kv_cache_block_type",
-    values=("max", "free", "used", "tokens_per"),
+    values=("max", "free", "used", "tokens_per", "fraction"),
+)
+TRITON_REQUESTS = Metric(
+    name="nv_trt_llm_request_metrics",
+    kind="gauge",
+    help="Requests by TensorRT-LLM's words: active ones run or wait, scheduled ones have a row.",
+    label="request_type",
+    values=("active", "scheduled", "waiting", "max"),
 )
 
 METRICS = (
     SCHEDULER_UP,
-    Metric(
-        name="charonia_requests_running",
-        kind="gauge",
-        help="Requests that have a row of the engine.",
-    ),
-    Metric(
-        name="charonia_requests_waiting",
-        kind="gauge",
-        help="Requests that wait for a row or for an engine.",
-    ),
+    REQUESTS_RUNNING,
+    REQUESTS_WAITING,
     Metric(
         name="charonia_queue_seconds",
         kind="histogram",
@@ -323,11 +339,7 @@ METRICS = (
         kind="gauge",
         help="Drafted tokens per decoding request in the last step.",
     ),
-    Metric(
-        name="charonia_max_rows",
-        kind="gauge",
-        help="Maximum of concurrent requests, as set or as chosen by max_num_seqs auto.",
-    ),
+    MAX_ROWS,
     Metric(
         name="charonia_max_step_tokens",
         kind="gauge",
@@ -485,9 +497,88 @@ METRICS = (
         values=(OTHERS,),
     ),
     TRITON_BLOCKS,
+    TRITON_REQUESTS,
+)
+
+KV_USAGE = Metric(
+    name="vllm:kv_cache_usage_perc",
+    kind="gauge",
+    help="Share of the KV cache's blocks that live requests use, from 0 to 1.",
+)
+CACHE_CONFIG = Metric(
+    name="vllm:cache_config_info",
+    kind="gauge",
+    help="Always 1. Its labels say the tokens per block of the KV cache and its number of blocks.",
+    place="page",
+    info=("block_size", "num_gpu_blocks"),
 )
 
 VLLM_METRICS = (
+    Metric(
+        name="vllm:num_requests_running",
+        kind="gauge",
+        help="Requests that have a row of the engine.",
+        shows=REQUESTS_RUNNING.name,
+    ),
+    Metric(
+        name="vllm:num_requests_waiting",
+        kind="gauge",
+        help="Requests that wait for a row or for an engine.",
+        shows=REQUESTS_WAITING.name,
+    ),
+    KV_USAGE,
+    CACHE_CONFIG,
+    Metric(
+        name="vllm:num_preemptions_total",
+        kind="counter",
+        help="Times that a running request gave up its blocks and was recomputed later.",
+        shows="charonia_preemptions_total",
+    ),
+    Metric(
+        name="vllm:prefix_cache_queries_total",
+        kind="counter",
+        help="Prompt tokens looked up in the prefix cache.",
+        shows="charonia_prefix_cache_queried_tokens_total",
+    ),
+    Metric(
+        name="vllm:prefix_cache_hits_total",
+        kind="counter",
+        help="Prompt tokens found in the prefix cache.",
+        shows="charonia_prefix_cache_hit_tokens_total",
+    ),
+    Metric(
+        name="vllm:request_success_total",
+        kind="counter",
+        help="Answered requests by finish reason.",
+        label="finished_reason",
+        values=("stop", "length"),
+        shows="charonia_finished_total",
+    ),
+    Metric(
+        name="vllm:spec_decode_num_drafts_total",
+        kind="counter",
+        help="Steps of a request in which drafted tokens were verified.",
+        shows="charonia_draft_rounds_total",
+    ),
+    Metric(
+        name="vllm:spec_decode_num_draft_tokens_total",
+        kind="counter",
+        help="Tokens drafted by speculation.",
+        shows="charonia_draft_tokens_total",
+    ),
+    Metric(
+        name="vllm:spec_decode_num_accepted_tokens_total",
+        kind="counter",
+        help="Drafted tokens that were accepted.",
+        shows="charonia_accepted_tokens_total",
+    ),
+    Metric(
+        name="vllm:request_queue_time_seconds",
+        kind="histogram",
+        help="Time from a request's arrival to its first step, or to its end if it had none.",
+        buckets=_REQUEST_SECONDS,
+        shows="charonia_queue_seconds",
+    ),
     Metric(
         name="vllm:prompt_tokens_total",
         kind="counter",
@@ -508,9 +599,17 @@ VLLM_METRICS = (
         shows="charonia_time_to_first_token_seconds",
     ),
     Metric(
-        name="vllm:time_per_output_token_seconds",
+        name="vllm:inter_token_latency_seconds",
         kind="histogram",
         help="Time per token after a request's first, one observation per token.",
+        buckets=_STEP_SECONDS,
+        place="page",
+        shows="charonia_inter_token_seconds",
+    ),
+    Metric(
+        name="vllm:time_per_output_token_seconds",
+        kind="histogram",
+        help="The same by the name that vLLM gave up.",
         buckets=_STEP_SECONDS,
         place="page",
         shows="charonia_inter_token_seconds",

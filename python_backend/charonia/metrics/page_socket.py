@@ -1,11 +1,11 @@
 """The socket through which the metrics page asks the scheduler for metrics.
 
-The scheduler updates Triton's page, and returns the histograms that it keeps itself.
+The scheduler updates Triton's page, and returns the metrics that are not on it.
 
 Owns the messages, and both ends. Must not know what the numbers mean.
 
     page of `charonia serve` ── a question ──────► scheduler    updates Triton's page
-                             ◄─ SchedulerMetrics ─              the histograms that are not on it
+                             ◄─ SchedulerMetrics ─              the metrics that are not on it
                              ── GET /metrics ────► tritonserver
 
 The page is read after the answer, so it has everything counted before the question.
@@ -52,9 +52,14 @@ class HistogramState(msgspec.Struct, frozen=True):
 
 
 class SchedulerMetrics(msgspec.Struct, frozen=True):
-    """A scheduler's answer: the histograms that it keeps, by the family's name."""
+    """A scheduler's answer: what is not on Triton's page, by the family's name.
+
+    Attributes:
+        histograms: that the scheduler keeps. infos: the labels of `Metric.info`, with their values.
+    """
 
     histograms: dict[str, HistogramState]
+    infos: dict[str, dict[str, str]] = {}
 
 
 _decoder = msgspec.msgpack.Decoder(SchedulerMetrics)

@@ -19,18 +19,12 @@ Because nothing is freed, the counters and histograms of one scheduler continue 
 import ctypes
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from charonia.metrics.metric_table import (
-    BY_NAME,
-    KV_BLOCKS,
-    METRICS,
-    TRITON_BLOCKS,
-    VLLM_METRICS,
-    Metric,
-)
+from charonia.metrics.metric_table import BY_NAME, METRICS, VLLM_METRICS, Metric
 from charonia.metrics.metrics import Metrics, Series
+from charonia.metrics.other_names import Gauge, gauges_of_triton, gauges_of_vllm, infos_of_vllm
 from charonia.metrics.page_socket import HistogramState
 
 INTERVAL_S = 0.5
@@ -62,7 +56,9 @@ class MetricsExporter:
         self._log = log
         self._families = Families(pb_utils, labels)
         shown = (*METRICS, *VLLM_METRICS) if with_vllm_names else METRICS
+        self._has_vllm_names = with_vllm_names
         self._copied_counters = [m for m in shown if m.kind == "counter" and m.shows]
+        self._copied_gauges = [m for m in shown if m.kind == "gauge" and m.shows]
         histograms = [metric for metric in shown if metric.kind == "histogram"]
         self._request_histograms = [m for m in histograms if m.place == "triton"]
         self._step_histograms = [m for m in histograms if m.place == "page"]
@@ -107,6 +103,12 @@ class MetricsExporter:
             found[metric.name] = state
         return found
 
+    def infos(self) -> dict[str, dict[str, str]]:
+        """Return the labels of metrics that say something by their labels, by name."""
+        if not self._has_vllm_names:
+            return {}
+        return infos_of_vllm(dict(self._metrics.gauges), self._block_size())
+
     def _run(self) -> None:
         while not self._stop.wait(INTERVAL_S):
             self.update()
@@ -118,27 +120,26 @@ class MetricsExporter:
         for (name, label), value in counters:
             families.count_up_to(BY_NAME[name], value, label)
         for metric in self._copied_counters:
-            total = sum(value for (name, _), value in counters if name == metric.source)
-            families.count_up_to(metric, total)
+            of_labels = {label: value for (name, label), value in counters if name == metric.source}
+            if metric.label:
+                for label in metric.values:
+                    families.count_up_to(metric, of_labels.get(label, 0.0), label)
+            else:
+                families.count_up_to(metric, sum(of_labels.values()))
         for (name, label), value in gauges.items():
             families.set(BY_NAME[name], value, label)
-        self._export_blocks(gauges)
+        for metric in self._copied_gauges:
+            families.set(metric, gauges.get((metric.source, ""), 0.0))
+        for metric, label, value in self._gauges_of_others(gauges):
+            families.set(metric, value, label)
         observations = metrics.drain()
         for metric in self._request_histograms:
             families.observe(metric, observations.get(metric.source, ()))
 
-    def _export_blocks(self, gauges: Mapping[Series, float]) -> None:
-        total, aside, used = (
-            gauges.get((KV_BLOCKS.name, state), 0.0) for state in ("total", "aside", "used")
-        )
-        values = {
-            "max": total - aside,
-            "used": used,
-            "free": total - aside - used,  # blocks that are only cached can be used at once
-            "tokens_per": float(self._block_size()),
-        }
-        for kind, value in values.items():
-            self._families.set(TRITON_BLOCKS, value, kind)
+    def _gauges_of_others(self, gauges: Mapping[Series, float]) -> Iterator[Gauge]:
+        yield from gauges_of_triton(gauges, self._block_size())
+        if self._has_vllm_names:
+            yield from gauges_of_vllm(gauges)
 
 
 class Families:

@@ -17,6 +17,7 @@ from charonia.launch.commands.arguments.client import (
     add_generate,
     add_health,
     add_metrics,
+    add_top,
 )
 from charonia.launch.commands.arguments.server import add_drain, add_gateway, add_reload, add_serve
 from charonia.launch.commands.arguments.simulation import add_replay, add_simulate
@@ -56,6 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_gateway(commands)
     add_generate(commands)
     add_health(commands)
+    add_top(commands)
     add_metrics(commands)
     add_reload(commands)
     add_drain(commands)

@@ -189,7 +189,7 @@ def _metrics(metrics: Iterable[Metric]) -> Iterable[str]:
     yield "| --- | --- | --- | --- |"
     for one in metrics:
         values = f": {', '.join(one.values)}" if one.values else ""
-        label = f"`{one.label}`{values}" if one.label else ""
+        label = f"`{one.label}`{values}" if one.label else ", ".join(f"`{i}`" for i in one.info)
         where = "" if one.place == "triton" else ", merged page"
         yield f"| `{one.name}` | {one.kind}{where} | {label} | {one.help} |"
 

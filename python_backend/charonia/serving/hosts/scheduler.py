@@ -279,7 +279,7 @@ class SchedulerHost:
 
     def _read_metrics(self) -> SchedulerMetrics:
         self._exporter.update()
-        return SchedulerMetrics(self._exporter.step_histograms())
+        return SchedulerMetrics(self._exporter.step_histograms(), self._exporter.infos())
 
 
 def _prompt_index(args: SchedulerArgs) -> PromptIndex | None:

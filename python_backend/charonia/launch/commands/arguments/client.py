@@ -1,4 +1,4 @@
-"""Arguments of the commands that use a running server (generate, health, metrics), and of demo.
+"""Arguments of the commands that use a running server (generate, health, top, …), and of demo.
 
 Owns the grammar and the translation of options into the arguments of each command's own module.
 That module is imported when the command is called.
@@ -7,7 +7,7 @@ That module is imported when the command is called.
 import argparse
 from pathlib import Path
 
-from charonia.launch.commands.arguments.values import port
+from charonia.launch.commands.arguments.values import port, positive_float
 
 
 def add_generate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -61,6 +61,31 @@ def add_health(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--wait", type=float, default=0.0, metavar="SECONDS", help="keep retrying for this long"
     )
     health.set_defaults(run=_run_health)
+
+
+def add_top(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add `charonia top`."""
+    top = commands.add_parser(
+        "top",
+        help="watch what a running server does",
+        description="Watch what a running server does: requests, tokens per second, latencies, KV "
+        "cache, speculation, engine, tenants. It reads the metrics page only. Ctrl-C ends it.",
+    )
+    top.add_argument(
+        "--url",
+        default="127.0.0.1:8002",
+        metavar="U",
+        help="host:port of the metrics (default: %(default)s)",
+    )
+    top.add_argument(
+        "--interval",
+        type=positive_float,
+        default=1.0,
+        metavar="SECONDS",
+        help="time between two looks (default: %(default)g)",
+    )
+    top.add_argument("--once", action="store_true", help="print one screen, and end")
+    top.set_defaults(run=_run_top)
 
 
 def add_metrics(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -133,6 +158,12 @@ def _run_health(options: argparse.Namespace) -> None:
         wait_s=options.wait,
         as_json=options.json,
     )
+
+
+def _run_top(options: argparse.Namespace) -> None:
+    from charonia.launch.commands.top import top
+
+    top(options.url, interval_s=options.interval, once=options.once)
 
 
 def _run_metrics(options: argparse.Namespace) -> None:

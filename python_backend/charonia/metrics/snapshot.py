@@ -1,0 +1,127 @@
+"""A metrics page at one moment, and what happened between two of them.
+
+Owns how a page becomes numbers, rates and quantiles. Must not know what the metrics mean.
+
+Values of several models on one page are summed.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from prometheus_client.parser import text_string_to_metric_families
+
+Labels = frozenset[tuple[str, str]]
+
+
+class NoMetricsError(ValueError):
+    """A page is not in Prometheus' text format."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A page.
+
+    Attributes:
+        at: seconds, on any clock. series: values by sample name and labels.
+    """
+
+    at: float
+    series: Mapping[str, Mapping[Labels, float]]
+
+    @classmethod
+    def of(cls, page: str, at: float) -> "Snapshot":
+        """Read a page.
+
+        Raises:
+            NoMetricsError: it is not in Prometheus' text format.
+        """
+        series: defaultdict[str, dict[Labels, float]] = defaultdict(dict)
+        try:
+            for family in text_string_to_metric_families(page):
+                for sample in family.samples:
+                    series[sample.name][frozenset(sample.labels.items())] = sample.value
+        except (ValueError, KeyError, IndexError) as error:
+            raise NoMetricsError(f"the page is not in Prometheus' text format: {error}") from None
+        return cls(at, dict(series))
+
+    def total(self, name: str, **labels: str) -> float | None:
+        """Sum the series with these labels; None if there is none."""
+        found = [
+            value for own, value in self.series.get(name, {}).items() if labels.items() <= set(own)
+        ]
+        return sum(found) if found else None
+
+    def by(self, name: str, label: str) -> dict[str, float]:
+        """Sum the series by a label that they have."""
+        return _by(self.series.get(name, {}), label)
+
+
+class Span:
+    """What happened from one snapshot to a later one.
+
+    A counter that has fallen began again, so all of its new value came in between.
+    """
+
+    def __init__(self, before: Snapshot, after: Snapshot) -> None:
+        self.after = after
+        self.seconds = max(after.at - before.at, 1e-9)
+        self._before = before
+
+    def rise(self, name: str, **labels: str) -> float | None:
+        """How much counters with these labels rose; None if there is none."""
+        found = [value for own, value in self._rises(name).items() if labels.items() <= set(own)]
+        return sum(found) if found else None
+
+    def rate(self, name: str, **labels: str) -> float | None:
+        """The same per second."""
+        found = self.rise(name, **labels)
+        return None if found is None else found / self.seconds
+
+    def rates_by(self, name: str, label: str) -> dict[str, float]:
+        """Rates per second by a label."""
+        return {key: value / self.seconds for key, value in _by(self._rises(name), label).items()}
+
+    def share(self, part: str, whole: str) -> float | None:
+        """The rise of a counter over that of another one; None without any."""
+        rises = self.rise(part), self.rise(whole)
+        return None if rises[0] is None or not rises[1] else rises[0] / rises[1]
+
+    def quantile(self, name: str, share: float) -> float | None:
+        """A quantile of a histogram's observations, as `histogram_quantile` of Prometheus.
+
+        Within a bucket observations are taken as evenly spread. In the last bucket, which has no
+        upper bound, the answer is its lower bound. None without observations.
+        """
+        buckets = sorted(
+            (math.inf if bound == "+Inf" else float(bound), count)
+            for bound, count in _by(self._rises(f"{name}_bucket"), "le").items()
+        )
+        if not buckets or not buckets[-1][1]:
+            return None
+        rank = share * buckets[-1][1]
+        low, num_below = 0.0, 0.0
+        for bound, count in buckets:
+            if count >= rank:
+                if bound == math.inf:
+                    return low
+                return low + (bound - low) * (rank - num_below) / max(count - num_below, 1e-9)
+            low, num_below = bound, count
+        return low
+
+    def _rises(self, name: str) -> dict[Labels, float]:
+        before = self._before.series.get(name, {})
+        return {
+            own: value - (earlier if (earlier := before.get(own, 0.0)) <= value else 0.0)
+            for own, value in self.after.series.get(name, {}).items()
+        }
+
+
+def _by(series: Mapping[Labels, float], label: str) -> dict[str, float]:
+    found: defaultdict[str, float] = defaultdict(float)
+    for own, value in series.items():
+        key = dict(own).get(label)
+        if key is not None:
+            found[key] += value
+    return dict(found)

@@ -1,0 +1,205 @@
+"""Every alert fires in a real Prometheus when what it is about happens to a real server."""
+
+import contextlib
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from charonia.launch.server.run import running_server
+from charonia.launch.server.tritonserver import TritonServer
+from charonia_client import Client, RetryPolicy
+from charonia_client.errors import CharoniaClientError
+from support.e2e import endless_request, one_torch_thread, scrape, wait_for
+from support.faults import held_loads, make_faulty_repository, paced
+from support.prometheus import CONFIGURATION, Prometheus, running_prometheus
+
+pytestmark = [pytest.mark.observe, pytest.mark.timeout(1200)]
+
+OUTAGE_S = 10.0
+POLL_S = 0.1
+MINUTES = 300.0
+"""More than any other alert takes: some look back for five minutes."""
+ALERTS = {
+    rule["alert"]
+    for group in yaml.safe_load((CONFIGURATION.parent / "alerts.yml").read_text())["groups"]
+    for rule in group["rules"]
+}
+TENANTS = {"tenants": {"eager": {"requests_per_s": 0.1}}}
+ALL_IDS = list(range(3, 250))
+"""A prompt with every token: whichever comes next, it was there before, and is drafted after."""
+taken: dict[str, float] = {}
+"""Seconds until each alert fired."""
+
+
+def target_of(server: TritonServer) -> str:
+    return server.metrics_url.removeprefix("http://").removesuffix("/metrics")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def report() -> Iterator[None]:
+    """A table of all that fired."""
+    yield
+    print("\n\n| alert | fired after |\n| --- | --- |")
+    for name, seconds in sorted(taken.items(), key=lambda item: item[1]):
+        print(f"| {name} | {seconds:.1f} s |")
+
+
+@pytest.fixture
+def model(checkpoint: Callable[..., Path]) -> Path:
+    """A random model that never stops by itself."""
+    return checkpoint("LlamaForCausalLM", max_position_embeddings=4096, eos_token_id=None)
+
+
+@contextlib.contextmanager
+def watched(
+    tmp_path: Path, model: Path, *settings: str, step_s: float = 0.01
+) -> Iterator[tuple[TritonServer, Prometheus]]:
+    """A server whose engine fails on order, and a Prometheus that watches it."""
+    repository = make_faulty_repository(tmp_path / "repository", step_s=step_s)
+    common = ("dtype=float32", "cpu_threads=1", *settings)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(one_torch_thread())
+        server = stack.enter_context(
+            running_server(model=model, settings=common, source=repository)
+        )
+        targets = {"charonia": [target_of(server)]}
+        yield server, stack.enter_context(running_prometheus(tmp_path, targets))
+
+
+@contextlib.contextmanager
+def asking(
+    server: TritonServer, prompt: list[int], every_s: float = 0.0, **sampling: Any
+) -> Iterator[None]:
+    """Send requests meanwhile: one after the other, or one every so many seconds."""
+    stop = threading.Event()
+
+    def ask() -> None:
+        with (
+            Client(server.grpc_url, retry=RetryPolicy(max_attempts=1)) as client,
+            contextlib.suppress(CharoniaClientError),
+        ):
+            client.generate(prompt, {"ignore_eos": True, **sampling})  # type: ignore[typeddict-item]
+
+    def run() -> None:
+        threads = []
+        while not stop.is_set():
+            if not every_s:
+                ask()
+                continue
+            threads.append(threading.Thread(target=ask))
+            threads[-1].start()
+            stop.wait(every_s)
+        for thread in threads:
+            thread.join()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def note(prometheus: Prometheus, *names: str, timeout: float = MINUTES) -> None:
+    """Wait for alerts to fire, and keep how long each took from now on."""
+    started, missing = time.monotonic(), set(names)
+    while missing:
+        seconds = time.monotonic() - started
+        assert seconds < timeout, f"{', '.join(missing)}: not within {timeout:g} s"
+        for name in missing & prometheus.firing():
+            taken[name] = seconds
+            missing.remove(name)
+        time.sleep(POLL_S)
+
+
+def wait_restarts(server: TritonServer, number: int) -> None:
+    name = "charonia_engine_restarts_total"
+    assert wait_for(lambda: scrape(server)[name], lambda found: found == number) == number
+
+
+def test_outages_and_what_waits_for_their_end(tmp_path: Path, model: Path) -> None:
+    with watched(tmp_path, model) as (server, prometheus):
+        with endless_request(server):
+            wait_for(lambda: prometheus.query("charonia_generation_tokens_total"), bool)
+            assert prometheus.firing() == set()
+            with held_loads(server.repository):
+                (engine,) = server.pids("engine")
+                os.kill(engine, signal.SIGKILL)
+                note(prometheus, "CharoniaEngineDown", timeout=OUTAGE_S)
+                note(prometheus, "CharoniaNothingRuns")
+            wait_restarts(server, 1)
+            for number in (2, 3):
+                (engine,) = server.pids("engine")
+                os.kill(engine, signal.SIGKILL)
+                if number == 2:
+                    wait_restarts(server, number)
+            note(prometheus, "CharoniaEngineRestarts")
+        (scheduler,) = server.pids("scheduler")
+        os.kill(scheduler, signal.SIGSTOP)
+        try:
+            note(prometheus, "CharoniaSchedulerDown", timeout=OUTAGE_S)
+        finally:
+            os.kill(scheduler, signal.SIGCONT)
+        wait_for(prometheus.firing, lambda names: "CharoniaSchedulerDown" not in names)
+        assert server._page_server is not None
+        server._page_server.close()
+        note(prometheus, "CharoniaScrapeDown", timeout=OUTAGE_S)
+
+
+def test_a_service_that_is_slow_or_refuses(tmp_path: Path, model: Path) -> None:
+    tenants = tmp_path / "tenants.json"
+    tenants.write_text(json.dumps(TENANTS), encoding="utf-8")
+    speculation = {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_min": 1,
+        "adaptive": False,
+    }
+    settings = (
+        "max_num_seqs=2",
+        "scheduling_policy=deadline",
+        f"speculative_config={json.dumps(speculation)}",
+        f"scheduler.tenants_file={tenants}",
+        "scheduler.fair_share=true",
+    )
+    with (
+        watched(tmp_path, model, *settings, step_s=0.0) as (server, prometheus),
+        asking(server, ALL_IDS, temperature=5.0, max_tokens=30),
+        asking(server, [5, 6], every_s=1.0, tenant="eager", max_tokens=1),
+        asking(server, [7, 8], every_s=1.0, tenant="late", max_tokens=30, deadline_ms=1500),
+        asking(server, [9, 10], every_s=2.0, max_tokens=30),
+        paced(server.repository, 0.3),
+    ):
+        note(
+            prometheus,
+            "CharoniaTenantRefused",
+            "CharoniaInterToken",
+            "CharoniaDeadlinesMissed",
+            "CharoniaErrors",
+            "CharoniaTimeToFirstToken",
+            "CharoniaDraftsRejected",
+            "CharoniaQueueGrows",
+        )
+
+
+def test_a_kv_cache_that_is_too_small(tmp_path: Path, model: Path) -> None:
+    """Sixteen requests grow to 14 blocks each, of 65."""
+    settings = ("max_num_seqs=16", "max_model_len=1024", "num_gpu_blocks_override=66")
+    with contextlib.ExitStack() as stack:
+        server, prometheus = stack.enter_context(watched(tmp_path, model, *settings))
+        for number in range(16):
+            stack.enter_context(asking(server, [5 + number] * 16, max_tokens=200))
+        note(prometheus, "CharoniaKvPressure")
+
+
+def test_every_alert_was_provoked() -> None:
+    assert taken.keys() == ALERTS

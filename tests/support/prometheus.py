@@ -1,0 +1,91 @@
+"""A real Prometheus that scrapes servers under test, with charonia's own configuration.
+
+Owns that process and how it is asked. Must not know what is asked for.
+"""
+
+import contextlib
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+
+from charonia.launch.server.processes import ReservedPorts
+from support.waiting import WAIT_S
+
+CONFIGURATION = Path(__file__).parents[2] / "docker" / "prometheus" / "prometheus.yml"
+PROGRAM = os.environ.get("PROMETHEUS") or shutil.which("prometheus")
+
+
+class Prometheus:
+    """A running one.
+
+    Args:
+        folder: for its files. targets: `host:port` by job.
+    """
+
+    def __init__(self, folder: Path, targets: Mapping[str, Sequence[str]]) -> None:
+        assert PROGRAM is not None
+        config = yaml.safe_load(CONFIGURATION.read_text(encoding="utf-8"))
+        config["rule_files"] = [str(CONFIGURATION.parent / name) for name in config["rule_files"]]
+        config["scrape_configs"] = [
+            job | {"static_configs": [{"targets": list(targets[job["job_name"]])}]}
+            for job in config["scrape_configs"]
+            if job["job_name"] in targets
+        ]
+        path = folder / "prometheus.yml"
+        path.write_text(yaml.safe_dump(config), encoding="utf-8")
+        with contextlib.closing(ReservedPorts("127.0.0.1", 1)) as ports:
+            address = f"127.0.0.1:{ports.ports[0]}"
+        self._log = (folder / "prometheus.log").open("w")
+        self._process = subprocess.Popen(
+            [
+                PROGRAM,
+                f"--config.file={path}",
+                f"--storage.tsdb.path={folder / 'data'}",
+                f"--web.listen-address={address}",
+            ],
+            stderr=self._log,
+        )
+        self._http = httpx.Client(base_url=f"http://{address}", timeout=WAIT_S)
+        self._wait_ready(folder)
+
+    def _wait_ready(self, folder: Path) -> None:
+        deadline = time.monotonic() + WAIT_S
+        while time.monotonic() < deadline and self._process.poll() is None:
+            with contextlib.suppress(httpx.TransportError):
+                if self._http.get("/-/ready").is_success:
+                    return
+            time.sleep(0.1)
+        raise AssertionError((folder / "prometheus.log").read_text())
+
+    def query(self, expr: str) -> list[tuple[dict[str, str], float]]:
+        """The labels and values that an expression has now."""
+        reply = self._http.get("/api/v1/query", params={"query": expr})
+        assert reply.is_success, (expr, reply.text)
+        result: list[Any] = reply.json()["data"]["result"]
+        return [(one["metric"], float(one["value"][1])) for one in result]
+
+    def firing(self) -> set[str]:
+        """The names of the alerts that fire."""
+        found = self.query('ALERTS{alertstate="firing"}')
+        return {labels["alertname"] for labels, _ in found}
+
+    def close(self) -> None:
+        """End it."""
+        self._http.close()
+        self._process.kill()
+        self._process.wait()
+        self._log.close()
+
+
+@contextlib.contextmanager
+def running_prometheus(folder: Path, targets: Mapping[str, Sequence[str]]) -> Iterator[Prometheus]:
+    """A Prometheus that scrapes these targets."""
+    with contextlib.closing(Prometheus(folder, targets)) as found:
+        yield found
