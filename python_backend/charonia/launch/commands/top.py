@@ -253,4 +253,6 @@ def _time(seconds: float | None) -> str:
 
 
 def _bytes(value: float | None) -> str:
-    return _NONE if not value else f"{value / 2**30:.2f} GiB"
+    if not value:
+        return _NONE
+    return f"{value / 2**20:.0f} MiB" if value < 2**30 else f"{value / 2**30:.1f} GiB"
