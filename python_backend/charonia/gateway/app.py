@@ -106,7 +106,8 @@ def _add_generation(app: FastAPI, serving: Serving, watch: Watch) -> None:
 
 def _add_models(app: FastAPI, serving: Serving) -> None:
     async def model(name: str) -> Model:
-        return Model(name, serving.created, await serving.upstream.max_model_len())
+        root = serving.settings.model_names[0]
+        return Model(name, serving.created, await serving.upstream.max_model_len(), root)
 
     @app.get("/v1/models")
     async def models() -> Response:
