@@ -155,6 +155,7 @@ def _add_health(app: FastAPI, serving: Serving, watch: Watch, metrics: Metrics) 
         upstream = serving.upstream
         return _json(await status.metrics(upstream, metrics.figures, watch.num_requests))
 
+    @app.head(METRICS, include_in_schema=False)  # how aiperf asks whether there are any
     @app.get(METRICS)
     async def page() -> Response:
         """Return the gateway's own metrics."""
