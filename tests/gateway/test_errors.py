@@ -209,7 +209,11 @@ def test_models_are_listed_by_their_first_name_and_served_by_all(gateway: Gatewa
     assert [model.id for model in gateway.openai.models.list()] == ["small"]
     alias = gateway.openai.models.retrieve("alias")
     assert (alias.id, alias.object) == ("alias", "model")
-    assert gateway.http.get("/v1/models").json()["data"][0]["max_model_len"] == 65536
+    (listed,) = gateway.http.get("/v1/models").json()["data"]
+    assert listed["max_model_len"] == 65536
+    # `vllm bench serve` without --model reads both.
+    assert (listed["id"], listed["root"]) == ("small", "small")
+    assert gateway.http.get("/v1/models/alias").json()["root"] == "small"
 
 
 def test_a_body_that_is_too_large_is_refused(server: TritonServer, model: Path) -> None:

@@ -37,6 +37,9 @@ def test_the_page_of_metrics_is_one(gateway: Gateway) -> None:
     assert page.headers["content-type"].startswith("text/plain")
     names = {family.name for family in text_string_to_metric_families(page.text)}
     assert all(name.startswith("charonia_gateway_") for name in names)
+    head = gateway.http.head("/metrics")
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-type"] == page.headers["content-type"]
 
 
 def test_a_request_is_known_by_the_id_that_its_client_gave(gateway: Gateway) -> None:

@@ -127,7 +127,8 @@ def _add_generation(app: FastAPI, serving: Serving, watch: Watch) -> None:
 
 def _add_models(app: FastAPI, serving: Serving) -> None:
     async def model(name: str) -> Model:
-        return Model(name, serving.created, await serving.upstream.max_model_len())
+        root = serving.settings.model_names[0]
+        return Model(name, serving.created, await serving.upstream.max_model_len(), root)
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -178,6 +179,7 @@ def _add_health(app: FastAPI, serving: Serving, watch: Watch, metrics: Metrics) 
         upstream = serving.upstream
         return _json(await status.metrics(upstream, metrics.figures, watch.num_requests))
 
+    @app.head(METRICS, include_in_schema=False)  # how aiperf asks whether there are any
     @app.get(METRICS)
     async def page() -> Response:
         """Return the gateway's own metrics."""

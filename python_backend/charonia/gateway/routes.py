@@ -270,6 +270,7 @@ _MODEL = {
     "id": "small",
     "created": 1795788000,
     "max_model_len": 4096,
+    "root": "small",
     "owned_by": "charonia",
     "object": "model",
 }

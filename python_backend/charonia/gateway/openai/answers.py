@@ -135,11 +135,16 @@ class ChatChunk(Origin):
 
 
 class Model(msgspec.Struct):
-    """A model of /v1/models."""
+    """A model of /v1/models.
+
+    Attributes:
+        id: the name that was asked for. root: the model's first name. vLLM's clients need it.
+    """
 
     id: str
     created: int
     max_model_len: int | None
+    root: str
     owned_by: str = "charonia"
     object: str = "model"
 
