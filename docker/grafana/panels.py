@@ -136,7 +136,8 @@ DASHBOARDS = (
                         "KV cache in use",
                         one(
                             'sum(charonia_kv_blocks@{state="used"})'
-                            ' / sum(charonia_kv_blocks@{state="total"})',
+                            ' / (sum(charonia_kv_blocks@{state="total"})'
+                            ' - sum(charonia_kv_blocks@{state="aside"}))',
                             "",
                         ),
                         "percentunit",

@@ -67,8 +67,8 @@ def test_pings_are_not_more_frequent_than_tritonserver_permits() -> None:
 def test_a_server_that_answers_no_ping_loses_its_streams(
     scripted: TritonServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grpc_transport, "PING_S", 1)
-    monkeypatch.setattr(grpc_transport, "PING_TIMEOUT_S", 1)
+    monkeypatch.setattr(grpc_transport, "PING_S", 5)
+    monkeypatch.setattr(grpc_transport, "PING_TIMEOUT_S", 5)
 
     async def main() -> None:
         async with held_back(scripted.grpc_url) as (url, passes), asyncio.timeout(WAIT_S):

@@ -98,6 +98,8 @@ def test_a_key_is_not_for_another_tenant(keyed: Gateway) -> None:
         ("sk-é\n".encode(), "line 1: a key must be printable ASCII"),
         (b"sk-a t\x01m\n", "line 1: a tenant must have at most 256 printable characters"),
         (b"sk-a " + 257 * b"x", "line 1: a tenant must have at most 256 printable"),
+        (b"sk-a # whose it is", "must not begin with #"),
+        (b"team sk-a\x01", "line 1: a tenant"),
         (b"\xff", "it is not UTF-8"),
     ],
 )

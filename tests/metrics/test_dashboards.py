@@ -18,7 +18,6 @@ from charonia.metrics.metric_table import BY_NAME
 
 FOLDER = Path(__file__).parents[2] / "docker" / "grafana"
 DASHBOARDS = sorted((FOLDER / "dashboards").glob("*.json"))
-SUFFIXES = ("_bucket", "_total", "_sum", "_count")
 
 
 def labels_of_gateway() -> dict[str, set[str]]:

@@ -42,6 +42,8 @@ def test_series_are_summed_over_what_is_not_named(span: Span) -> None:
     assert span.after.total("rows", model="b") == 1
     assert span.after.total("rows", model="c") is None
     assert span.after.total("columns") is None
+    assert (span.after.least("rows"), span.after.most("rows")) == (1, 7)
+    assert (span.after.least("columns"), span.after.most("columns")) == (None, None)
     assert span.after.by("done_total", "why") == {"stop": 16, "length": 5, "new": 6}
     assert span.after.by("rows", "why") == {}
 
@@ -53,6 +55,12 @@ def test_a_counter_that_fell_began_again(span: Span) -> None:
     assert span.rates_by("done_total", "why") == {"stop": 3, "length": 0, "new": 3}
     assert span.rise("nothing_total") is None
     assert span.rate("nothing_total") is None
+
+
+def test_what_the_earlier_page_lacked_did_not_happen_in_between(span: Span) -> None:
+    later = Span(Snapshot(0.0, {}), span.after)
+    assert later.rise("done_total") is None
+    assert later.quantile("seconds", 0.5) is None
 
 
 def test_shares_are_of_what_rose(span: Span) -> None:

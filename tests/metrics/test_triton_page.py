@@ -264,7 +264,7 @@ def test_gauges_are_shown_by_vllms_names_too() -> None:
     assert registry.value("vllm:num_requests_running") == 3
     assert registry.value("vllm:num_requests_waiting") == 5
     assert registry.value("vllm:kv_cache_usage_perc") == 0.4
-    config = {"block_size": "16", "num_gpu_blocks": "10"}
+    config = {"block_size": "16", "num_gpu_blocks": "12"}
     assert exporter.infos() == {"vllm:cache_config_info": config}
     _, plain = make(metrics)
     assert plain.infos() == {}

@@ -10,7 +10,7 @@ from pathlib import Path
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from charonia.errors import ConfigError, shown
+from charonia.errors import ConfigError
 from charonia.gateway.errors import ApiError, unauthorized
 from charonia.gateway.observing import record_of
 from charonia.protocol.sampling_params import MAX_CHARACTERS
@@ -112,10 +112,10 @@ def _check(where: str, key: str, tenant: str) -> None:
     if not (key.isascii() and key.isprintable()):
         raise ConfigError(f"{where}: a key must be printable ASCII without spaces")
     most = MAX_CHARACTERS["tenant"]
-    if len(tenant) > most or not tenant.isprintable():
+    if len(tenant) > most or not tenant.isprintable() or tenant.startswith("#"):
         raise ConfigError(
-            f"{where}: a tenant must have at most {most} printable characters, but is "
-            f"{shown(tenant)}"
+            f"{where}: a tenant must have at most {most} printable characters and must not begin "
+            "with #"
         )
 
 

@@ -40,7 +40,8 @@ class GatewaySettings:
         max_requests: concurrent requests; further ones are refused.
         read_timeout_s: timeout for reading a request's body.
         stall_timeout_s: a stream is cancelled if its client reads nothing for this long.
-        request_timeout_s: timeout of a whole request; None is no limit.
+        request_timeout_s: timeout of a whole request, which the fallback model gets again; None is
+            no limit.
         drain_timeout_s: time for running requests to finish after SIGTERM.
         num_threads: threads for texts that are too long to tokenize on the event loop.
     """

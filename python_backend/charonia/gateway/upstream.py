@@ -191,18 +191,8 @@ class Upstream:
             return await anext(answer)
 
     async def states(self) -> list[EngineState | None]:
-        """Return the state of each server; None for one that does not answer.
-
-        A server that hangs is not waited for if another one is up: it has its last state here.
-        """
-        probes = [server.refreshed(STATE_AGE_S) for server in self.servers]
-        is_one_up = await _wait_one_up(probes)
-        if is_one_up:
-            await asyncio.wait(probes, timeout=OTHERS_S)
-        return [
-            probe.result() if probe.done() else server.last_state if is_one_up else None
-            for probe, server in zip(probes, self.servers, strict=True)
-        ]
+        """Return the state of each server, see `states_of`."""
+        return await states_of(self.servers)
 
     async def max_model_len(self) -> int | None:
         """The longest request that every server accepts, as far as they have reported it."""
@@ -256,6 +246,21 @@ class Upstream:
         if len(tried) >= MAX_ATTEMPTS:
             return False
         return any(server not in tried and server.breaker.admits for server in self.servers)
+
+
+async def states_of(servers: Sequence[Server]) -> list[EngineState | None]:
+    """Return the state of each server; None for one that does not answer.
+
+    A server that hangs is not waited for if another one is up: it has its last state here.
+    """
+    probes = [server.refreshed(STATE_AGE_S) for server in servers]
+    is_one_up = await _wait_one_up(probes)
+    if is_one_up:
+        await asyncio.wait(probes, timeout=OTHERS_S)
+    return [
+        probe.result() if probe.done() else server.last_state if is_one_up else None
+        for probe, server in zip(probes, servers, strict=True)
+    ]
 
 
 async def _wait_one_up(probes: Sequence["asyncio.Task[EngineState | None]"]) -> bool:

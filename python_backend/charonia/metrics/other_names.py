@@ -49,8 +49,8 @@ def gauges_of_vllm(gauges: Mapping[Series, float]) -> Iterator[Gauge]:
 
 def infos_of_vllm(gauges: Mapping[Series, float], block_size: int) -> dict[str, dict[str, str]]:
     """Return the labels of vLLM's metrics that say something by their labels, by name."""
-    usable, _ = _blocks(gauges)
-    values = (str(block_size), str(int(usable)))
+    num_blocks = int(gauges.get((KV_BLOCKS.name, "total"), 0.0))
+    values = (str(block_size), str(num_blocks))
     return {CACHE_CONFIG.name: dict(zip(CACHE_CONFIG.info, values, strict=True))}
 
 

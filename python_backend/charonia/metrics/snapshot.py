@@ -53,6 +53,14 @@ class Snapshot:
         ]
         return sum(found) if found else None
 
+    def least(self, name: str) -> float | None:
+        """The smallest value of a gauge; None if there is none."""
+        return min(self.series.get(name, {}).values(), default=None)
+
+    def most(self, name: str) -> float | None:
+        """The greatest value of a gauge; None if there is none."""
+        return max(self.series.get(name, {}).values(), default=None)
+
     def by(self, name: str, label: str) -> dict[str, float]:
         """Sum the series by a label that they have."""
         return _by(self.series.get(name, {}), label)
@@ -111,10 +119,17 @@ class Span:
         return low
 
     def _rises(self, name: str) -> dict[Labels, float]:
+        """By how much each series rose.
+
+        A new series began at 0, but not where the earlier page had nothing of that name from the
+        model: it may have had no time to say it.
+        """
         before = self._before.series.get(name, {})
+        models = {dict(own).get("model") for own in before}
         return {
             own: value - (earlier if (earlier := before.get(own, 0.0)) <= value else 0.0)
             for own, value in self.after.series.get(name, {}).items()
+            if dict(own).get("model") in models
         }
 
 

@@ -3,7 +3,7 @@
 Owns the form of both. Must not know routes.
 """
 
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 
 from charonia.gateway.figures import Figures
 from charonia.gateway.rest.answers import (
@@ -13,7 +13,7 @@ from charonia.gateway.rest.answers import (
     ServerHealth,
     Times,
 )
-from charonia.gateway.upstream import Upstream
+from charonia.gateway.upstream import Upstream, states_of
 from charonia_client import Load
 
 
@@ -29,28 +29,26 @@ async def health(
     live = True if says_live else UNSET
     if is_draining:
         return Health(live=live, status="draining")
-    servers = await _of_servers(upstream, UNSET)
-    if fallback is not None:
-        servers += await _of_servers(fallback, True)
-    is_ready = any(one.ready for one in servers)
-    return Health(live=live, status="ready" if is_ready else "not ready", servers=servers)
-
-
-async def _of_servers(upstream: Upstream, is_fallback: bool | UnsetType) -> list[ServerHealth]:
-    states = await upstream.states()
-    return [
+    own = len(upstream.servers)
+    asked = [*upstream.servers, *(fallback.servers if fallback is not None else ())]
+    servers = [
         ServerHealth(
             server.url,
             state is not None and state.is_up,
             "no answer" if state is None else state.reason,
-            is_fallback,
+            UNSET if number < own else True,
         )
-        for server, state in zip(upstream.servers, states, strict=True)
+        for number, (server, state) in enumerate(zip(asked, await states_of(asked), strict=True))
     ]
+    is_ready = any(one.ready for one in servers)
+    return Health(live=live, status="ready" if is_ready else "not ready", servers=servers)
 
 
 async def metrics(upstream: Upstream, figures: Figures, num_in_flight: int) -> MetricsAnswer:
-    """What clients got from this gateway, and what its servers have to do."""
+    """What clients got from this gateway, and what its servers have to do.
+
+    Servers of the fallback model are left out, although its answers count.
+    """
     states = await upstream.states()
     servers = [
         ServerFigures(

@@ -42,7 +42,7 @@ def top(url: str, *, interval_s: float, once: bool, console: Console | None = No
         interval_s: seconds between two pages.
 
     Raises:
-        LaunchError: with `once`, the page cannot be read.
+        LaunchError: with `once`, the page cannot be read; without it, there is no terminal.
     """
     console = console or Console()
     page = f"http://{url}/metrics"
@@ -52,6 +52,10 @@ def top(url: str, *, interval_s: float, once: bool, console: Console | None = No
             time.sleep(interval_s)
             console.print(screen(url, Span(before, _read(client, page)), []))
             return
+        if not console.is_terminal or console.is_dumb_terminal:
+            raise LaunchError(
+                "a server cannot be watched here, where no screen can be drawn: --once"
+            )
         _watch(client, page, url, interval_s, console)
 
 
@@ -114,8 +118,8 @@ def screen(url: str, span: Span, rates: Sequence[float]) -> Group:
 
 
 def _head(url: str, span: Span, rates: Sequence[float]) -> Text:
-    up = span.after.total("charonia_engine_up")
-    scheduler = span.after.total("charonia_scheduler_up")
+    up = span.after.least("charonia_engine_up")
+    scheduler = span.after.least("charonia_scheduler_up")
     state, style = ("serving", "bold green") if up else ("no engine", "bold red")
     if scheduler == 0:
         state, style = "the scheduler does not answer", "bold red"
@@ -173,11 +177,11 @@ def _engine(span: Span) -> Iterator[Row]:
     yield "failures", shown or "none"
     drafted, accepted = "charonia_draft_tokens_total", "charonia_accepted_tokens_total"
     yield "drafts accepted", _share(span.share(accepted, drafted))
-    yield "draft depth", _number(after.total("charonia_draft_depth"))
+    yield "draft depth", _number(after.most("charonia_draft_depth"))
     memory = after.by("charonia_engine_memory_bytes", "part")
     weights, kv_cache = (_bytes(memory.get(part)) for part in ("weights", "kv_cache"))
     yield "memory", f"{weights} with weights, {kv_cache} of KV cache"
-    yield "degradation", _number(after.total("charonia_degradation_level"))
+    yield "degradation", _number(after.most("charonia_degradation_level"))
 
 
 def _tenants(span: Span) -> Iterator[Row]:

@@ -195,7 +195,7 @@ def add_gateway(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
             "request-timeout",
             "request_timeout_s",
             positive_float,
-            "timeout of a whole request, in seconds",
+            "timeout of a whole request, in seconds; the fallback model gets as much again",
         ),
         (
             "drain-timeout",
