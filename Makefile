@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 CLIENTS := .venv-clients
 CLIENTS_STAMP := $(CLIENTS)/.setup-done
+FUZZER := .venv-fuzz
+FUZZER_STAMP := $(FUZZER)/.setup-done
 KERNELS := $(VENV)/.kernels-done
 KERNEL_SOURCES := $(wildcard python_backend/charonia/data/ops/native/*.cpp python_backend/charonia/data/ops/native/*.h)
 EXTRAS := server,dev
@@ -21,7 +23,7 @@ MIN_GLIBC_MINOR := 35
 # A process that dies ends the run: its tests would run again, and xdist may wait for ever.
 TESTS := $(BIN)/python tests/run.py --numprocesses 3 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder --durations 20 --durations-min 8
 
-.PHONY: help setup demo serve test test-long test-page observe-test gateway-clients dashboards check interface bench bench-peers bench-speculation bench-overlap bench-attention bench-front bench-prompt bench-control bench-stall bench-flood bench-simulator bench-policies bench-cache bench-prefix bench-samples bench-kv bench-parallel bench-faults bench-endurance bench-gateway bench-hostile clean
+.PHONY: help setup demo serve test test-long test-page observe-test gateway-clients gateway-fuzz dashboards check interface bench bench-peers bench-speculation bench-overlap bench-attention bench-front bench-prompt bench-control bench-stall bench-flood bench-simulator bench-policies bench-cache bench-prefix bench-samples bench-kv bench-parallel bench-faults bench-endurance bench-gateway bench-hostile clean
 
 help:
 	@echo "make setup   create $(VENV) with everything (pinned by constraints.txt)"
@@ -33,6 +35,7 @@ help:
 	@echo "make observe-test   dashboards and alerts in a real Prometheus; needs prometheus; arguments for pytest in ARGS"
 	@echo "make dashboards   write docker/grafana/dashboards"
 	@echo "make gateway-clients   official clients against a real gateway, recorded; needs node 20 and npm; arguments in ARGS"
+	@echo "make gateway-fuzz   schemathesis against a real gateway, recorded; arguments in ARGS"
 	@echo "make check   formatting, lint, types, import rules"
 	@echo "make interface   write what config.pbtxt and README.md files repeat of the interface's tables"
 	@echo "make bench   measure against vLLM, llama.cpp and transformers; arguments in ARGS; peers: make bench-peers"
@@ -110,20 +113,31 @@ observe-test: $(KERNELS)
 dashboards: $(STAMP)
 	$(BIN)/python docker/grafana/dashboards.py
 
-# The clients have an environment of their own, which also sees the packages of $(VENV).
+# An environment of its own, which also sees the packages of $(VENV).
+define make_environment
+@$(BIN)/python -m venv --clear --without-pip $(1)
+@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+    > "$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth"
+@echo "charonia: installing into $(1) (minutes, the first time)"
+@$(1)/bin/python -m pip install -qq --disable-pip-version-check --no-deps --requirement $(2)
+endef
+
 $(CLIENTS_STAMP): $(STAMP) tests/clients/requirements.txt tests/clients/package.json tests/clients/package-lock.json
 	@for program in node npm; do command -v $$program >/dev/null || { \
 	    echo "charonia: $$program is needed (Debian: apt-get install nodejs npm)" >&2; exit 1; }; done
-	@$(BIN)/python -m venv --clear --without-pip $(CLIENTS)
-	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
-	    > "$$($(CLIENTS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth"
-	@echo "charonia: installing into $(CLIENTS) (minutes, the first time)"
-	@$(CLIENTS)/bin/python -m pip install -qq --disable-pip-version-check --no-deps --requirement tests/clients/requirements.txt
+	$(call make_environment,$(CLIENTS),tests/clients/requirements.txt)
 	@cd tests/clients && npm ci --no-audit --no-fund --silent
 	@touch $@
 
 gateway-clients: $(KERNELS) $(CLIENTS_STAMP)
 	@$(CLIENTS)/bin/python loadtests/gateway_clients.py $(ARGS)
+
+$(FUZZER_STAMP): $(STAMP) tests/contract/requirements.txt
+	$(call make_environment,$(FUZZER),tests/contract/requirements.txt)
+	@touch $@
+
+gateway-fuzz: $(KERNELS) $(FUZZER_STAMP)
+	@$(FUZZER)/bin/python loadtests/gateway_fuzz.py $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -57,6 +57,8 @@ USER = {"role": "user", "content": "x"}
         (TEXT, {"prompt": [1, True]}, "prompt", "must be a text"),
         (TEXT, {"prompt": [-1]}, "prompt", "must be a text"),
         (TEXT, {"prompt": [[1], []]}, "prompt", "must be a text"),
+        (TEXT, {"prompt": ["x", ""]}, "prompt", "the prompt must have at least one token"),
+        (TEXT, {"prompt": [1, 10**6]}, "prompt", "the prompt has token id 1000000 at place 1; the"),
         (TEXT, {"prompt": ["x"] * 200}, "prompt", "at most 128 entries, but has 200"),
         (TEXT, {"prompt": "x", "max_tokens": "9"}, "max_tokens", "valid integer; it is '9'"),
         (TEXT, {"prompt": "x", "max_tokens": 0}, "max_tokens", "at least 1, but is 0"),

@@ -31,6 +31,8 @@ TIMEOUT = "timeout_error"
 RETRY_AFTER_S = 1.0
 """Used if the server does not say when to try again."""
 _PART = r"(?:each )?(?:(?:token id|range|start|end|priority|ttl_s) )?of "
+_PROMPT_IDS = "input_ids "
+"""Begins what the scheduler says of a prompt's token ids."""
 _FIELD = re.compile(rf"(?:{_PART})?([a-z][a-z_]*)\b")
 
 
@@ -170,6 +172,8 @@ def of_client_error(error: CharoniaClientError) -> ApiError:
             return ApiError(HTTPStatus.BAD_GATEWAY, message, kind=SERVER, code="bad_gateway")
         case InvalidRequest() if error.kind == PromptTooLongError.kind:
             return too_long(message)
+        case InvalidRequest() if message.startswith(_PROMPT_IDS):
+            return invalid(f"the prompt {message.removeprefix(_PROMPT_IDS)}", "prompt", code)
         case InvalidRequest():
             return invalid(message, field_of(message), code)
         case RateLimited():

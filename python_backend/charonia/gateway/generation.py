@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
+from charonia.gateway.errors import invalid
 from charonia.gateway.observing import Record
 from charonia.gateway.prompts import Prompt
 from charonia.gateway.upstream import Upstream, all_of
@@ -37,6 +38,9 @@ class Generation:
         prompts: at least one. sampling: in the scheduler's names, the same for each prompt.
         hides_output: whether the output is dropped. The scheduler generates at least one token, so
             a client that wants only the prompt neither gets nor pays for that token.
+
+    Raises:
+        ApiError: a prompt has no token.
     """
 
     request_id: str
@@ -44,6 +48,11 @@ class Generation:
     sampling: Sampling
     timeouts: Timeouts
     hides_output: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the prompts."""
+        if not all(prompt.ids for prompt in self.prompts):
+            raise invalid("the prompt must have at least one token, but has none", "prompt")
 
     @property
     def num_choices(self) -> int:

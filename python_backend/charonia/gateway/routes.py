@@ -360,7 +360,10 @@ ROUTES = (
         ),
         _OF_GENERATION,
         ChatRequest,
-        {"message": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 16}},
+        {
+            "message": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 16},
+            "stream": {"messages": [{"role": "user", "content": "Hi"}], "stream": True},
+        },
     ),
     Route(
         "post",
@@ -465,7 +468,8 @@ ROUTES = (
                     {"prompt": "def f(", "max_tokens": 2},
                     {"prompt": "x", "model": "x"},
                 ]
-            }
+            },
+            "stream": {"requests": [{"prompt": "def f(", "max_tokens": 2}], "stream": True},
         },
     ),
     Route(

@@ -22,7 +22,7 @@ _CACHE_PRIORITY = {"type": "integer", "minimum": 0, "maximum": ranges.MAX_CACHE_
 _CACHE_RANGE = {
     "type": "object",
     "properties": {
-        "start": {"type": "integer", "minimum": 0, "maximum": INT32_MAX},
+        "start": {"anyOf": [{"type": "integer", "minimum": 0, "maximum": INT32_MAX}, _NULL]},
         "end": {"anyOf": [{"type": "integer", **COUNT}, _NULL]},
         "priority": _CACHE_PRIORITY,
         "ttl_s": {"anyOf": [{"type": "number", **_TTL}, _NULL]},
