@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from charonia.events import event
-from support.events import parse_event
+from charonia.events import event, parse_event
 
 
 def test_an_event_is_its_name_and_its_fields_in_order():
@@ -29,3 +28,19 @@ def test_what_would_be_misread_is_quoted(text):
 def test_any_text_is_read_back_and_stays_one_field(text):
     line = event("request_cancelled", request_id=text, tokens=1)
     assert parse_event(line) == ("request_cancelled", {"request_id": text, "tokens": "1"})
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "stopped",
+        "loading weights: 40 % of 0.5 MiB",
+        'a b="\\x"',
+        "a b=",
+        "A b=c",
+        'a b="c"d e=f',
+    ],
+)
+def test_other_lines_are_no_events(line):
+    assert parse_event(line) is None

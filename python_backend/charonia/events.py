@@ -15,6 +15,9 @@ import time
 from collections.abc import Callable
 
 _BARE = re.compile(r"[\w.:/+-]+", re.ASCII)
+_VALUE = r'"(?:[^"\\]|\\.)*"|[^\s"]\S*'
+_EVENT = re.compile(rf"(?P<name>[a-z][a-z_]*)(?P<fields>(?: \w+=(?:{_VALUE}))+)")
+_FIELD = re.compile(rf" (\w+)=({_VALUE})")
 
 
 def event(name: str, /, **fields: object) -> str:
@@ -24,6 +27,21 @@ def event(name: str, /, **fields: object) -> str:
         name: in snake case. fields: numbers, words or texts; times are in seconds.
     """
     return " ".join([name, *(f"{k}={_written(v)}" for k, v in fields.items() if v is not None)])
+
+
+def parse_event(text: str) -> tuple[str, dict[str, str]] | None:
+    """Return an event's name and its fields as texts; None if it is none, or has no field."""
+    found = _EVENT.fullmatch(text)
+    if found is None:
+        return None
+    try:
+        fields = {
+            name: json.loads(value) if value.startswith('"') else value
+            for name, value in _FIELD.findall(found["fields"])
+        }
+    except ValueError:  # somebody else's line, that looks like one
+        return None
+    return found["name"], fields
 
 
 def _written(value: object) -> str:

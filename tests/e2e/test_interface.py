@@ -50,6 +50,10 @@ TIMING = {
     "accepted_tokens",
     "preemptions",
     "restarts",
+    "prefill_seconds",
+    "decode_seconds",
+    "engine_seconds",
+    "engine_flops",
 }
 UNARY = [
     pytest.param(infer_grpc, id="generate by gRPC"),
@@ -177,6 +181,10 @@ def check_timing(response: Response, num_prompt: int) -> None:
     assert 0 <= timing["queue_seconds"] <= timing["first_token_seconds"] <= timing["total_seconds"]
     assert timing["cached_tokens"] + timing["computed_tokens"] == num_prompt
     assert timing["restarts"] == 0
+    parts = (timing[f"{part}_seconds"] for part in ("queue", "prefill", "decode"))
+    assert sum(parts) == pytest.approx(timing["total_seconds"])
+    assert timing["engine_seconds"] > 0
+    assert timing["engine_flops"] > 0
 
 
 @pytest.mark.parametrize("sampling", [{}, {"logprobs": 1}, {"logprobs": 0, "prompt_logprobs": 0}])

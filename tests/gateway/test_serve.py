@@ -1,5 +1,6 @@
 """`charonia serve --gateway`, and what `charonia gateway` says of a start that cannot work."""
 
+import json
 import re
 import signal
 import socket
@@ -18,6 +19,7 @@ from support.serving import Serving
 from support.waiting import WAIT_S
 
 KEY = "sk-of-the-test"
+JSON = ("--log-format", "json")
 
 
 @pytest.fixture
@@ -27,7 +29,7 @@ def serving(model: Path, tmp_path: Path) -> Iterator[Serving]:
     keys = tmp_path / "keys"
     keys.write_text(f"{KEY}\n")
     gateway = ("--gateway", "--gateway-port", "0", "--chat-template", template)
-    serving = Serving("--model", model, *gateway, "--api-key-file", keys)
+    serving = Serving("--model", model, *gateway, "--api-key-file", keys, *JSON)
     with serving.process:
         yield serving
         serving.process.kill()
@@ -79,6 +81,8 @@ def test_the_gateway_beside_a_server_comes_back_when_it_is_killed_and_ends_with_
         assert list(stream)[-1].choices[0].finish_reason == "length"
     _, stderr = serving.process.communicate(timeout=WAIT_S)
     assert serving.process.returncode == 0, stderr
+    logged = [json.loads(line) for line in stderr.splitlines()]
+    assert all({"time", "level", "source"} <= line.keys() for line in logged)
     assert "gateway_restarting" in stderr
     assert "gateway_draining" in stderr
     assert "Traceback" not in stderr

@@ -1,8 +1,19 @@
 """Lines as tritonserver 2.51.0 writes them."""
 
+import datetime
+import io
+import json
+from typing import Any
+
 import pytest
 
-from charonia.launch.server.logs import crash_reason, failure_reason, is_interesting
+from charonia.launch.commands.log_printer import LogPrinter
+from charonia.launch.server.logs import (
+    as_record,
+    crash_reason,
+    failure_reason,
+    is_interesting,
+)
 
 OURS = 'I1121 02:39:01.884703 6344 model.py:7] "weights: 40 % read"'
 LOADING = 'I1121 02:39:00.049192 6344 model_lifecycle.cc:472] "loading: scheduler:1"'
@@ -53,3 +64,52 @@ def test_what_nobody_caught_is_the_reason_of_a_crash() -> None:
     ]
     assert crash_reason(lines) == "boost::interprocess::lock_exception"
     assert crash_reason(lines[:1]) == ""
+
+
+NOW = datetime.datetime(2026, 11, 27, 12, 0, 0, 250_000, tzinfo=datetime.UTC)
+HEAD = {"time": "2026-11-27T12:00:00.250+00:00", "level": "info"}
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (
+            "[scheduler] request_cancelled request_id=17 tenant=5 tokens=3 seconds=0.25",
+            {
+                "source": "scheduler",
+                "event": "request_cancelled",
+                "request_id": "17",
+                "tenant": "5",
+                "tokens": 3,
+                "seconds": 0.25,
+            },
+        ),
+        (
+            'charonia: gateway_without_chats reason="no \\"x\\""',
+            {"source": "charonia", "event": "gateway_without_chats", "reason": 'no "x"'},
+        ),
+        ("charonia: serving", {"source": "charonia", "message": "serving"}),
+        (
+            EXIT_TIMEOUT,
+            {
+                "level": "error",
+                "source": "main.cc",
+                "message": "failed to stop server: Exit timeout.",
+            },
+        ),
+        ("Signal (6) received.", {"source": "server", "message": "Signal (6) received."}),
+        ("[engine] a level=5 time=6", {"source": "engine", "event": "a"}),
+    ],
+)
+def test_a_line_is_an_object_of_what_it_says(line: str, expected: dict[str, Any]) -> None:
+    assert as_record(line, NOW) == HEAD | expected
+
+
+def test_lines_are_printed_as_they_are_or_as_json() -> None:
+    shown, objects = io.StringIO(), io.StringIO()
+    LogPrinter("text", shown).say("größer")
+    LogPrinter("json", objects).say("größer")
+    assert shown.getvalue() == "charonia: größer\n"
+    found = json.loads(objects.getvalue())
+    assert (found["source"], found["message"]) == ("charonia", "größer")
+    assert datetime.datetime.fromisoformat(found["time"]).tzinfo is not None

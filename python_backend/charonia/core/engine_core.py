@@ -387,7 +387,14 @@ class EngineCore:
             return
         if isinstance(error, RequestQuarantinedError):
             self.metrics.count("charonia_requests_quarantined_total")
-            self._log(event("request_quarantined", key=key, request_id=live.request_id))
+            self._log(
+                event(
+                    "request_quarantined",
+                    key=key,
+                    request_id=live.request_id,
+                    tenant=live.tenant or None,
+                )
+            )
         self._end(live, error)
 
     # ------------------------------------------------------------------ ends
@@ -402,6 +409,7 @@ class EngineCore:
                 "request_cancelled",
                 key=live.key,
                 request_id=live.request_id,
+                tenant=live.tenant or None,
                 tokens=live.num_tokens,
             )
         )

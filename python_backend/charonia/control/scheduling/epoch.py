@@ -251,8 +251,20 @@ class Epoch:
             self._speculation.observe_step(step, seconds, result, self._stats.drafts)
         self._budget.observe(step, result, seconds, len(self._policy.running))
         num_tokens = step.num_tokens + step.num_drafts
+        self._share_out(step, result.seconds / num_tokens)
         self._prompt_time.note_step(
             num_tokens, step.num_prompt_tokens, step.num_pairs, result.seconds
         )
         if self._policy.deadlines is not None:
             self._policy.deadlines.note_step(result.seconds)
+
+    def _share_out(self, step: Step, seconds_per_token: float) -> None:
+        """Give each request its share of a step, by the tokens computed for it."""
+        flops_per_token = self.limits.flops_per_token
+        for request, row in zip(step.requests, step.rows, strict=True):
+            request.engine_seconds += row.num_tokens * seconds_per_token
+            request.engine_flops += row.num_tokens * flops_per_token
+        for place, draft in step.drafts.items():
+            request = step.requests[place]
+            request.engine_seconds += draft.num_drafts * seconds_per_token
+            request.engine_flops += draft.num_drafts * flops_per_token

@@ -20,6 +20,7 @@ class Limits:
         max_model_len: tokens of a request, prompt and output together.
         max_num_seqs: rows. max_num_batched_tokens: token budget of a step.
         max_draft_len: longest context of the engine's draft model, in tokens; 0 without one.
+        flops_per_token: floating-point operations of a token in the model, but for attention.
         watches_memory: whether the engine reports how many blocks there is memory for as it runs.
         num_stages: stages of the engine's pipeline.
         async_scheduling: whether a step is planned while the one before it computes, for the same
@@ -37,6 +38,7 @@ class Limits:
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     watches_memory: bool = False
+    flops_per_token: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
@@ -75,6 +77,7 @@ class Limits:
             enable_prefix_caching=enable_prefix_caching,
             enable_chunked_prefill=enable_chunked_prefill,
             watches_memory=info.watches_memory,
+            flops_per_token=2.0 * info.num_parameters,
         )
 
     @property

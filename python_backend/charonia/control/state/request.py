@@ -75,6 +75,7 @@ class Request:
         num_passed: requests behind it in the policy's order that were admitted before it.
         num_in_flight: steps that are planned but not applied and compute tokens of it.
         num_computing: these tokens. num_sampling: those of these steps that sample a token for it.
+        engine_seconds, engine_flops: its share of the steps that computed for it, by their tokens.
         num_known_at_death: its tokens when an engine that computed for it last died; None if none
             did.
     """
@@ -122,6 +123,8 @@ class Request:
     num_passed: int = 0
     num_preemptions: int = 0
     num_restarts: int = 0
+    engine_seconds: float = 0.0
+    engine_flops: float = 0.0
     num_known_at_death: int | None = None
     drafts: DraftCounts = field(default_factory=DraftCounts)
 

@@ -42,6 +42,8 @@ _NOTHING_DONE: Timing = {
     "accepted_tokens": 0,
     "preemptions": 0,
     "restarts": 0,
+    "engine_seconds": 0.0,
+    "engine_flops": 0.0,
 }
 
 

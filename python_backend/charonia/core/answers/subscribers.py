@@ -74,6 +74,7 @@ class Subscribers:
                 "request_cancelled",
                 key=request.key,
                 request_id=request.request_id,
+                tenant=request.params.tenant or None,
                 tokens=num_tokens,
             )
         )

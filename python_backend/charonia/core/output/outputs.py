@@ -285,9 +285,13 @@ class OutputStream(SampleStream):
             "accepted_tokens": drafts.num_accepted,
             "preemptions": request.num_preemptions,
             "restarts": request.num_restarts,
+            "engine_seconds": request.engine_seconds,
+            "engine_flops": request.engine_flops,
         }
         if self.first_token_s is not None:
             timing["first_token_seconds"] = self.first_token_s
+            timing["prefill_seconds"] = self.first_token_s - (started_at - request.arrived_at)
+            timing["decode_seconds"] = now - request.arrived_at - self.first_token_s
         if drafts.num_rounds:
             timing["draft_rounds"] = drafts.num_rounds
             timing["drafted_at_position"] = drafts.drafted_at
@@ -299,8 +303,8 @@ class OutputStream(SampleStream):
         return timing
 
 
-_LEAST = ("queue_seconds", "first_token_seconds")
-_GREATEST = ("total_seconds",)
+_LEAST = ("queue_seconds", "first_token_seconds", "prefill_seconds")
+_GREATEST = ("total_seconds", "decode_seconds")
 _MEANS = {"mean_draft_depth": "drafted_tokens", "mean_accepted_length": "accepted_tokens"}
 
 

@@ -6,7 +6,6 @@ Owns signals, what is printed, and the order of things. Must not know how any of
 import contextlib
 import shlex
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from queue import SimpleQueue
 
 from charonia.config import SchedulerArgs
 from charonia.launch.commands.drain import LEFT_FILE, finish_requests, note_left
+from charonia.launch.commands.log_printer import Format, LogPrinter
 from charonia.launch.server.gateway_process import GatewayProcess
 from charonia.launch.server.logs import is_interesting
 from charonia.launch.server.repository import PreparedRepository, RepositoryOptions
@@ -41,6 +41,7 @@ class ServeOptions:
         gateway_port: of a gateway beside the server; None is without one, 0 takes a free port.
         chat_template: for that, a file that counts instead of the checkpoint's own template.
         api_key_file: for that, the API keys of those who may call; None lets everybody call.
+        log_format: of what is printed to stderr.
     """
 
     address: str = DEFAULT_ADDRESS
@@ -53,6 +54,7 @@ class ServeOptions:
     gateway_port: int | None = None
     chat_template: Path | None = None
     api_key_file: Path | None = None
+    log_format: Format = "text"
 
 
 def serve(what: RepositoryOptions, options: ServeOptions) -> None:
@@ -65,11 +67,13 @@ def serve(what: RepositoryOptions, options: ServeOptions) -> None:
         LaunchError, ConfigError, CheckpointError: it cannot be started, or does not stay up.
     """
     begin_drain = threading.Event()
+    printer = LogPrinter(options.log_format)
+    say = printer.say
     with stop_on_signals(begin_drain if options.drain_s else None) as stop:
 
         def on_log(line: str) -> None:
             if options.is_verbose or is_interesting(line):
-                print(line, file=sys.stderr, flush=True)
+                printer.line(line)
 
         with prepared_server(
             what,
@@ -86,13 +90,13 @@ def serve(what: RepositoryOptions, options: ServeOptions) -> None:
             say(server.stack_limit.describe())
             say(server.guard.describe())
             say(f"starting tritonserver with {prepared.engine_args.model}")
-            gateway = _gateway(what, options, server, prepared)
+            gateway = _gateway(what, options, server, prepared, printer)
             supervisor = Supervisor(
                 server,
                 stop=stop,
                 log=say,
                 on_serving=lambda: _announce(
-                    server, prepared.scheduler, supervisor.num_restarts, gateway
+                    server, prepared.scheduler, supervisor.num_restarts, gateway, say
                 ),
                 scheduler=prepared.scheduler,
                 engine=prepared.scheduler_args.engine_model,
@@ -103,7 +107,7 @@ def serve(what: RepositoryOptions, options: ServeOptions) -> None:
             on_drain = (lambda: None) if gateway is None else gateway.drain
             with (
                 gateway or contextlib.nullcontext(),
-                _draining(socket, options.drain_s, begin_drain, stop, note, on_drain),
+                _draining(socket, options.drain_s, begin_drain, stop, note, on_drain, say),
             ):
                 supervisor.run()
             say("stopped")
@@ -117,11 +121,13 @@ def _draining(
     stop: threading.Event,
     note: Callable[[int], None],
     on_drain: Callable[[], None],
+    say: Callable[[str], None],
 ) -> Iterator[None]:
     """Once `begin` is set, have the scheduler finish its requests, and set `stop` then.
 
     Args:
-        socket, limit_s, note: as for `finish_requests`. on_drain: called before.
+        socket, limit_s, note: as for `finish_requests`. on_drain: called before. say: takes what to
+            tell the user.
     """
 
     def wait_and_drain() -> None:
@@ -150,6 +156,7 @@ def _gateway(
     options: ServeOptions,
     server: TritonServer,
     prepared: PreparedRepository,
+    printer: LogPrinter,
 ) -> GatewayProcess | None:
     """The gateway that was asked for, which is not started yet. Raises as that."""
     if options.gateway_port is None:
@@ -157,7 +164,7 @@ def _gateway(
 
     def on_log(line: str) -> None:
         if options.is_verbose or " request id=" not in line:
-            print(line if line.startswith("charonia: ") else f"charonia: {line}", file=sys.stderr)
+            printer.line(line if line.startswith("charonia: ") else f"charonia: {line}")
 
     return GatewayProcess(
         server.grpc_url,
@@ -216,12 +223,16 @@ def stop_on_signals(begin_drain: threading.Event | None = None) -> Iterator[thre
 
 
 def say(text: str) -> None:
-    """Print one line of the launcher's own."""
-    print(f"charonia: {text}", file=sys.stderr, flush=True)
+    """Print one line of the launcher's own, as text."""
+    LogPrinter("text").say(text)
 
 
 def _announce(
-    server: TritonServer, scheduler: str, num_restarts: int, gateway: GatewayProcess | None
+    server: TritonServer,
+    scheduler: str,
+    num_restarts: int,
+    gateway: GatewayProcess | None,
+    say: Callable[[str], None],
 ) -> None:
     if num_restarts:
         say(f"serving again, after {num_restarts} restart{'s' if num_restarts > 1 else ''}")

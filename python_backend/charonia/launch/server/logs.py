@@ -1,14 +1,23 @@
 """Reads the log of tritonserver.
 
-Owns the choice of lines that are shown without `--verbose`, and finding the reason of a failed
-start. Must not know processes.
+Owns the choice of lines that are shown without `--verbose`, their form as JSON, and finding the
+reason of a failed start. Must not know processes.
 """
 
+import datetime
 import re
 from collections.abc import Iterable
+from typing import Any
+
+from charonia.events import parse_event
 
 _LINE = re.compile(r"^(?P<severity>[IWEF])\d{4} \S+ \d+ (?P<source>[^:\]]+):\d+\] ?(?P<text>.*)$")
-_OURS = re.compile(r"^\[[^\]\s]+\] ")
+_OURS = re.compile(r"^\[(?P<source>[^\]\s]+)\] (?P<text>.*)$")
+_LAUNCHER = "charonia: "
+_LEVELS = {"I": "info", "W": "warning", "E": "error", "F": "fatal"}
+_TEXTS = ("id", "key", "request_id", "tenant")
+"""Fields of events that are texts, even if they look like numbers."""
+_NUMBER = re.compile(r"-?\d+(\.\d+)?(e[+-]\d+)?")
 _UNCAUGHT = re.compile(r"^  what\(\):  (?P<reason>.+)$")
 _LOAD_FAILURE = re.compile(r"failed to load '(?P<model>[^']+)' version \d+: (?P<reason>.*)")
 
@@ -57,3 +66,33 @@ def failure_reason(lines: Iterable[str]) -> str | None:
 def crash_reason(lines: Iterable[str]) -> str:
     """The C++ library's message about an uncaught exception; empty if there is none."""
     return next((found["reason"] for line in lines if (found := _UNCAUGHT.match(line))), "")
+
+
+def as_record(line: str, now: datetime.datetime) -> dict[str, Any]:
+    """Return a line of the log as an object for JSON: `time`, `level`, `source`, and what it says.
+
+    An event has its name as `event`, and its fields. Any other text is `message`.
+
+    Args:
+        line: tritonserver's, of a Python model (`[scheduler] …`) or the launcher's (`charonia: …`).
+        now: when it came.
+    """
+    level, source, text = "info", "server", line
+    if found := _OURS.match(line):
+        source, text = found["source"], found["text"]
+    elif line.startswith(_LAUNCHER):
+        source, text = "charonia", line.removeprefix(_LAUNCHER)
+    elif found := _LINE.match(line):
+        level, source, text = _LEVELS[found["severity"]], found["source"], found["text"].strip('"')
+    head = {"time": now.isoformat(timespec="milliseconds"), "level": level, "source": source}
+    if (parsed := parse_event(text)) is None:
+        return {**head, "message": text}
+    name, fields = parsed
+    shown = {key: _value(key, value) for key, value in fields.items() if key not in head}
+    return {**head, "event": name, **shown}
+
+
+def _value(key: str, text: str) -> str | float:
+    if key in _TEXTS or not _NUMBER.fullmatch(text):
+        return text
+    return float(text) if set(text) & set(".e") else int(text)

@@ -119,9 +119,8 @@ OUTPUTS = (
         "timing",
         "STRING",
         ONE,
-        "JSON, in the last response: seconds in the queue, to the first token, in all; numbers of"
-        " tokens, preemptions and engine restarts; use of drafts; whether the answer was cached"
-        " (`cached`), see below",
+        "JSON, in the last response: where its time went, numbers of tokens, what the engine did"
+        " for it, use of drafts, whether the answer was cached, see [timing](#timing)",
         "return_timing",
     ),
 )

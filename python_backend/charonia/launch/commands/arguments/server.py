@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from charonia.errors import ConfigError
 from charonia.gateway.settings import DEFAULT_HOST, DEFAULT_PORT, Fallback, GatewaySettings
 from charonia.launch.commands.arguments.values import port, positive, positive_float, seconds
+from charonia.launch.commands.log_printer import FORMATS, LogPrinter
 
 if TYPE_CHECKING:
     from charonia.launch.server import repository
@@ -88,6 +89,7 @@ def add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         "once, as SIGINT does",
     )
     serve.add_argument("--verbose", action="store_true", help="show all of tritonserver's log")
+    _add_log_format(serve)
     serve.add_argument(
         "tritonserver",
         nargs="*",
@@ -215,7 +217,17 @@ def add_gateway(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
             metavar="N",
             help=f"{what} (default: {shown})",
         )
+    _add_log_format(gateway)
     gateway.set_defaults(run=_run_gateway)
+
+
+def _add_log_format(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--log-format",
+        choices=FORMATS,
+        default="text",
+        help="lines for people, or one JSON object each (default: %(default)s)",
+    )
 
 
 def _add_api_keys(parser: argparse.ArgumentParser, what: str) -> None:
@@ -333,6 +345,7 @@ def _run_serve(options: argparse.Namespace) -> None:
             gateway_port=gateway_port if options.gateway else None,
             chat_template=options.chat_template,
             api_key_file=options.api_key_file,
+            log_format=options.log_format,
         ),
     )
 
@@ -365,7 +378,8 @@ def _run_gateway(options: argparse.Namespace) -> None:
             request_timeout_s=options.request_timeout_s,
             drain_timeout_s=options.drain_timeout_s,
             num_threads=options.num_threads,
-        )
+        ),
+        LogPrinter(options.log_format).say,
     )
 
 
