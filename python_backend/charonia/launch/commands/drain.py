@@ -12,7 +12,6 @@ are left, and `charonia drain` reads that. Its file is open by then, and so outl
 
 import contextlib
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -23,6 +22,7 @@ import msgspec
 import psutil
 
 from charonia.errors import LaunchError
+from charonia.launch.commands.log_printer import LogPrinter
 from charonia.launch.commands.reload import find_run
 from charonia.launch.server.runtime_dir import owner_of
 from charonia.serving.messages.reload import DrainOrder, DrainState
@@ -87,9 +87,9 @@ def _ask(channel: Channel, until: float, stop: threading.Event) -> bytes | None:
                 return None
 
 
-def note_left(run: Path, num_left: int) -> None:
+def note_left(run: Path, say: Callable[[str], None], num_left: int) -> None:
     """Write down, and say, how many requests are left in the server of a runtime directory."""
-    show_left(num_left)
+    say(words_of(num_left))
     with contextlib.suppress(OSError), (run / LEFT_FILE).open("a", encoding="ascii") as file:
         file.write(f"{num_left}\n")  # a full disk ends no requests
 
@@ -142,13 +142,13 @@ def _follow(file: TextIO, pid: int) -> int | None:
         has_ended = process_state(pid) is None
         if lines := file.readlines():
             num_left = int(lines[-1])
-            show_left(num_left)
+            LogPrinter("text").say(words_of(num_left))
         if has_ended:
             return num_left
         time.sleep(POLL_S)
 
 
-def show_left(num_left: int) -> None:
+def words_of(num_left: int) -> str:
     """Say how many requests are left."""
     requests = "request is" if num_left == 1 else "requests are"
-    print(f"charonia: draining: {num_left} {requests} left", file=sys.stderr, flush=True)
+    return f"draining: {num_left} {requests} left"

@@ -103,7 +103,7 @@ def serve(what: RepositoryOptions, options: ServeOptions) -> None:
                 limits=supervision_limits(prepared.scheduler_args),
             )
             socket = prepared.path / prepared.scheduler / "1" / RELOAD_SOCKET
-            note = partial(note_left, server.runtime_dir)
+            note = partial(note_left, server.runtime_dir, say)
             on_drain = (lambda: None) if gateway is None else gateway.drain
             with (
                 gateway or contextlib.nullcontext(),
