@@ -48,6 +48,7 @@ SETTINGS = (
     f"max_model_len={MAX_MODEL_LEN}",
     "max_num_seqs=64",
     "num_gpu_blocks_override=1025",
+    "scheduling_policy=priority",  # another one refuses `priority`
 )
 COUNTS = "CHARONIA_FUZZ_COUNTS"
 STREAMS = ("text/event-stream", "application/x-ndjson")
@@ -76,6 +77,7 @@ def fuzz(
         f"--max-examples={max_examples}",
         f"--seed={seed}",
         f"--report-json-path={report}",
+        "--continue-on-failure",
         "--no-color",
     ]
     environment = os.environ | {

@@ -49,6 +49,7 @@ RULES = (
     "the prompt must have at least one token, but has none",  # of a text
     # A whole number with a fraction or an exponent is an integer in JSON schema.
     r"\w+: input should be a valid integer; it is -?\d+(\.\d+)?(e\+\d+)?$",
+    r"\w+: value error, must be .*list of token ids.*; it is \[.*\d(\.0|e\+\d+)\b",
 )
 """Why a request may be refused that the document permits: of two fields, or of the model."""
 _VOCABULARY = "^([0-9]|[1-9][0-9]|[12][0-9]{2}|3[0-7][0-9]|38[0-3])$"
