@@ -8,7 +8,7 @@ import pytest
 from httpx_sse import EventSource
 
 from charonia.gateway.figures import TOKENS_S, Figures
-from charonia.gateway.rest.requests import AllSamplingFields
+from charonia.gateway.rest.requests import AllSamplingFields, GenerateRequest
 from charonia.launch.server.tritonserver import TritonServer
 from charonia.protocol import SamplingParams
 from charonia_client import Client, Load
@@ -35,7 +35,10 @@ def post(gateway: Gateway, path: str, status: int = 200, **body: Any) -> dict[st
 
 
 def test_every_sampling_parameter_of_the_scheduler_is_a_field() -> None:
-    assert AllSamplingFields.model_fields.keys() == set(SamplingParams.__struct_fields__)
+    names = set(SamplingParams.__struct_fields__)
+    assert AllSamplingFields.model_fields.keys() == names
+    asked = GenerateRequest.model_construct(prompt="x", model="m", **dict.fromkeys(names, 1))
+    assert asked.sampling() == dict.fromkeys(names, 1), "each one is handed on, and nothing else"
 
 
 def test_a_prompt_is_completed_as_the_scheduler_does(gateway: Gateway, client: Client) -> None:

@@ -39,13 +39,8 @@ def _texts(name: str) -> dict[str, Any]:
 
 
 class SamplingFields(Fields):
-    """Sampling parameters by the scheduler's names. null is the default.
+    """Sampling parameters by the scheduler's names. null is the default."""
 
-    Attributes:
-        further: the names of those that a subclass adds.
-    """
-
-    further: ClassVar[tuple[str, ...]] = ()
     limits: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "max_tokens": COUNT,
         "temperature": {"minimum": 0, "maximum": 1e6},
@@ -112,8 +107,11 @@ class SamplingFields(Fields):
     cache_ttl_s: float | None = None
     use_answer_cache: bool | None = None
 
-    def given(self) -> Sampling:
-        """Return the parameters that were given."""
-        names = (*SamplingFields.model_fields, *self.further)
-        values = {name: getattr(self, name) for name in names}
+    def given(self, kind: "type[SamplingFields] | None" = None) -> Sampling:
+        """Return the parameters that were given.
+
+        Args:
+            kind: the class whose fields are parameters; None is this one, without subclasses.
+        """
+        values = {name: getattr(self, name) for name in (kind or SamplingFields).model_fields}
         return cast(Sampling, {name: one for name, one in values.items() if one is not None})

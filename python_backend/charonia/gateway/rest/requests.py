@@ -26,13 +26,6 @@ _ENTRIES = {
 class AllSamplingFields(SamplingFields):
     """All of the scheduler's sampling parameters."""
 
-    further: ClassVar[tuple[str, ...]] = (
-        "best_of",
-        "logprobs",
-        "deadline_ms",
-        "tenant",
-        "speculation",
-    )
     limits: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         **SamplingFields.limits,
         "best_of": SAMPLES,
@@ -52,7 +45,7 @@ class AllSamplingFields(SamplingFields):
 
         Without `max_tokens` the answer may be as long as fits: the scheduler lowers the maximum.
         """
-        return Sampling(max_tokens=INT32_MAX) | self.given()
+        return Sampling(max_tokens=INT32_MAX) | self.given(AllSamplingFields)
 
 
 class PromptRequest(AllSamplingFields):
