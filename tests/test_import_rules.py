@@ -294,10 +294,10 @@ print(*(name for name in sys.argv[2:] if name in sys.modules))
     [
         ("charonia.control", ["torch", "numpy", "tokenizers"]),
         ("charonia.text", ["torch"]),
-        ("charonia.core", ["torch", "numpy", "httpx", "h11", "prometheus_client"]),
+        ("charonia.core", ["torch", "numpy", "httpx", "h11", "prometheus_client", "opentelemetry"]),
         ("charonia.embedding", ["torch", "usearch"]),
         ("charonia.supervision", ["torch"]),
-        ("charonia.serving", ["torch", "usearch", "httpx", "prometheus_client"]),
+        ("charonia.serving", ["torch", "usearch", "httpx", "prometheus_client", "opentelemetry"]),
         ("charonia.gateway", ["torch"]),
     ],
 )
