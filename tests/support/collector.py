@@ -53,6 +53,7 @@ class Collector:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._spans: list[Span] = []
+        self._errors: list[Exception] = []
         self.paths: set[str] = set()
         collector = self
 
@@ -94,16 +95,21 @@ class Collector:
         return wait_for(lambda: self.spans(trace_id), is_enough)
 
     def close(self) -> None:
-        """Stop both."""
+        """Stop both. Raises what could not be understood."""
         self._grpc.stop(None)
         self._http.shutdown()
         self._http.server_close()
         self._thread.join()
+        if self._errors:
+            raise ExceptionGroup("spans that could not be understood", self._errors)
 
     def _take(self, request: ExportTraceServiceRequest, via: str) -> None:
-        found = list(_spans_of(request, via))
         with self._lock:
-            self._spans += found
+            try:
+                self._spans += list(_spans_of(request, via))
+            except Exception as error:
+                self._errors.append(error)
+                raise
 
 
 @contextmanager

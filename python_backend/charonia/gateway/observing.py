@@ -34,13 +34,12 @@ MAX_REASON = 500
 
 
 class RequestSpan(Protocol):
-    """The span of one request.
+    """The span of one request."""
 
-    Attributes:
-        traceparent: W3C trace context of what is done for it.
-    """
-
-    traceparent: str
+    @property
+    def traceparent(self) -> str | None:
+        """W3C trace context of what is done for it; None if it is not sampled."""
+        ...
 
     def end(self, scope: Scope, record: "Record") -> None:
         """End it, with what is known of its answer."""
@@ -143,8 +142,7 @@ class Record:
         num_entries: entries of its batch that were answered. num_failed: those with an error.
         tenant: that of its API key. fallback: the model that was asked instead of the one that is
             served.
-        traceparent: W3C trace context of what is asked for it; None if it came without and is not
-            traced here.
+        traceparent: W3C trace context of what is asked for it; None if it is not traced.
     """
 
     request_id: str
@@ -282,7 +280,9 @@ class Observed:
             span = self._begin_span(scope, given)
             record.traceparent = span.traceparent
             return span
-        record.traceparent = None if parse_traceparent(given) is None else given
+        context = parse_traceparent(given)
+        # Triton traces whatever comes with a context, sampled or not.
+        record.traceparent = given if context is not None and context.is_sampled else None
         return None
 
     def _note(self, scope: Scope, record: Record) -> None:

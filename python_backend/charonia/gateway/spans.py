@@ -46,7 +46,7 @@ class Spans:
         )
         own: dict[str, str] = {}
         _FORM.inject(own, set_span_in_context(span))
-        return HttpSpan(span, own["traceparent"])
+        return HttpSpan(span, own["traceparent"] if span.is_recording() else None)
 
     def close(self) -> None:
         """Send what is left, within a second."""
@@ -58,7 +58,7 @@ class HttpSpan:
     """Implements `RequestSpan`."""
 
     span: Span
-    traceparent: str
+    traceparent: str | None
 
     def end(self, scope: Scope, record: Record) -> None:
         """See `RequestSpan`. A client that left is no error of the server's."""
