@@ -106,6 +106,9 @@ class SchedulerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         stream_interval: tokens of a sample that a stream gathers before it sends a response, which
             takes fewer responses. The first token is sent at once; an end or an error is never
             held. The name is vLLM's and TensorRT-LLM's.
+        otlp_traces_endpoint: OTLP collector that gets a trace of each request which Triton or the
+            client traces: `http://HOST:PORT`, with a path if it is not `/v1/traces`, or
+            `grpc://HOST:PORT`. None sends none. The name is vLLM's.
         num_sender_threads: threads that send responses.
         num_tokenizer_threads: threads that tokenize long prompts.
         report_custom_metrics: also report vLLM's metric names.
@@ -142,6 +145,7 @@ class SchedulerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     semantic_cache_threshold: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
     semantic_cache_model: str | None = None
     stream_interval: PositiveInt = 1
+    otlp_traces_endpoint: str | None = None
     num_sender_threads: Annotated[int, msgspec.Meta(ge=1, le=_MAX_THREADS)] = 2
     num_tokenizer_threads: Annotated[int, msgspec.Meta(ge=1, le=_MAX_THREADS)] = 2
     report_custom_metrics: bool = msgspec.field(default=False, name="REPORT_CUSTOM_METRICS")

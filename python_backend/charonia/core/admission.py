@@ -16,6 +16,7 @@ from charonia.config import EngineArgs
 from charonia.control import Group, Limits, Request
 from charonia.errors import InvalidRequestError, NotSupportedError
 from charonia.protocol import UINT64_MAX, CacheRange, EngineInfo, RowSampling, SamplingParams
+from charonia.tracing.request_trace import RequestTrace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +32,7 @@ class GenerationRequest:
             returned.
         is_probe: whether it is a health probe; probes are not counted in the metrics of requests.
         is_shared: computed for the requests of several clients; `answers` counts those.
+        trace: gets the steps that compute for it; None if it is not traced.
     """
 
     key: str
@@ -43,6 +45,7 @@ class GenerationRequest:
     timeout_s: float | None = None
     is_probe: bool = False
     is_shared: bool = False
+    trace: RequestTrace | None = None
 
     @property
     def counts_logprobs(self) -> bool:
@@ -97,7 +100,7 @@ def admit(
     Returns:
         One request of the control plane for each sample.
     """
-    group = Group(request.key)
+    group = Group(request.key, observer=request.trace)
     seed = next_seed() if request.params.seed is None else request.params.seed
     return [
         _sample(request, info, limits, now, group, seed, index)

@@ -8,7 +8,7 @@ import shlex
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -21,6 +21,7 @@ from charonia.launch.server.logs import is_interesting
 from charonia.launch.server.repository import PreparedRepository, RepositoryOptions
 from charonia.launch.server.run import prepared_server
 from charonia.launch.server.runtime_dir import KEY_FILE, sweep_stale_runs
+from charonia.launch.server.trace_options import trace_options
 from charonia.launch.server.tritonserver import DEFAULT_ADDRESS, TritonServer
 from charonia.serving.messages.reload import RELOAD_SOCKET
 from charonia.supervision.server.judge import SupervisionLimits
@@ -42,6 +43,9 @@ class ServeOptions:
         chat_template: for that, a file that counts instead of the checkpoint's own template.
         api_key_file: for that, the API keys of those who may call; None lets everybody call.
         log_format: of what is printed to stderr.
+        otlp_traces_endpoint: OTLP/HTTP collector of the traces of requests; None sends none.
+        trace_rate: one in so many requests is traced, beside those whose client traces them; 0 is
+            none.
     """
 
     address: str = DEFAULT_ADDRESS
@@ -55,6 +59,8 @@ class ServeOptions:
     chat_template: Path | None = None
     api_key_file: Path | None = None
     log_format: Format = "text"
+    otlp_traces_endpoint: str | None = None
+    trace_rate: int = 1
 
 
 def serve(what: RepositoryOptions, options: ServeOptions) -> None:
@@ -69,6 +75,11 @@ def serve(what: RepositoryOptions, options: ServeOptions) -> None:
     begin_drain = threading.Event()
     printer = LogPrinter(options.log_format)
     say = printer.say
+    traces: Sequence[str] = ()
+    if (endpoint := options.otlp_traces_endpoint) is not None:
+        traces = trace_options(endpoint, options.trace_rate)
+        own = f"scheduler.otlp_traces_endpoint={endpoint}"
+        what = replace(what, settings=[own, *what.settings])  # --set counts
     with stop_on_signals(begin_drain if options.drain_s else None) as stop:
 
         def on_log(line: str) -> None:
@@ -81,7 +92,7 @@ def serve(what: RepositoryOptions, options: ServeOptions) -> None:
             http_port=options.http_port,
             grpc_port=options.grpc_port,
             metrics_port=options.metrics_port,
-            further_options=options.tritonserver,
+            further_options=[*traces, *options.tritonserver],
             on_log=on_log,
         ) as (server, prepared):
             (server.runtime_dir / LEFT_FILE).touch()
@@ -175,6 +186,8 @@ def _gateway(
         drain_s=options.drain_s,
         chat_template=options.chat_template,
         api_key_file=options.api_key_file,
+        otlp_traces_endpoint=options.otlp_traces_endpoint,
+        trace_rate=options.trace_rate,
         log=on_log,
     )
 

@@ -35,8 +35,8 @@ class GatewayProcess:
         server: `host:port` of the server's gRPC. tokenizer: that of the model it serves.
         model_names: see `charonia gateway`; at least one.
         address, port: to listen on; 0 takes a free port.
-        drain_s: time in which its requests may finish when it drains. chat_template, api_key_file:
-            see `charonia gateway`.
+        drain_s: time in which its requests may finish when it drains. chat_template, api_key_file,
+            otlp_traces_endpoint, trace_rate: see `charonia gateway`.
         log: takes the lines of its log and of its restarts, from a thread.
 
     Raises:
@@ -58,6 +58,8 @@ class GatewayProcess:
         drain_s: float,
         chat_template: Path | None = None,
         api_key_file: Path | None = None,
+        otlp_traces_endpoint: str | None = None,
+        trace_rate: int = 1,
         log: Callable[[str], None],
     ) -> None:
         if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
@@ -96,6 +98,7 @@ class GatewayProcess:
             *(f"--drain-timeout={drain_s}", "--served-model-name", *model_names),
             *([] if chat_template is None else [f"--chat-template={chat_template}"]),
             *([] if api_key_file is None else [f"--api-key-file={api_key_file}"]),
+            *_traces(otlp_traces_endpoint, trace_rate),
         ]
         self._log = log
         self._process: subprocess.Popen[bytes] | None = None
@@ -156,3 +159,9 @@ class GatewayProcess:
                 return None
             self._process = processes.start_leader(self._command, dict(os.environ))
             return self._process
+
+
+def _traces(endpoint: str | None, rate: int) -> list[str]:
+    if endpoint is None:
+        return []
+    return [f"--otlp-traces-endpoint={endpoint}", f"--trace-rate={rate}"]

@@ -48,8 +48,11 @@ from charonia.serving.requests.responders import Responder, failing_with_errors
 from charonia.serving.requests.sessions import Sessions
 from charonia.serving.requests.tensors import INTERNAL_ERROR
 from charonia.serving.requests.tokenizing import INLINE_CHARACTERS, Prompt, Tokenizing
+from charonia.serving.requests.traced import ending_with_errors, note_call
 from charonia.text.tokenizer import Tokenizer
+from charonia.tracing.request_trace import RequestTrace
 
+BeginTrace = Callable[[str | None, float], RequestTrace | None]
 NOTHING: Outputs = {"text_output": [""]}
 """The answer to a request that generates no text, such as a cancellation."""
 
@@ -77,6 +80,8 @@ class Intake:
     Args:
         is_forwarded: whether Triton forwards a header of this name as a parameter.
         tenant_header: see `schema.parse`.
+        begin_trace: returns the trace of a request with this `traceparent` and arrival; None if it
+            is not traced.
         log: takes one line, from any thread.
 
     Raises:
@@ -93,6 +98,7 @@ class Intake:
         *,
         is_forwarded: Callable[[str], bool],
         tenant_header: str | None = None,
+        begin_trace: BeginTrace = lambda traceparent, arrived_at: None,
         log: Callable[[str], None],
     ) -> None:
         self._service = service
@@ -104,6 +110,7 @@ class Intake:
         self._tenant_header = tenant_header
         self._prober = Prober(service, tokenizer)
         self._cancellations = Cancellations()
+        self._begin_trace = begin_trace
         self._log = log
         args = service.engine_args
         self._defaults = args, self._read_defaults(args)
@@ -118,8 +125,9 @@ class Intake:
         """
         with failing_with_errors(responder, self._log):
             with self._counting():
+                raw = read()
                 call = parse(
-                    read(),
+                    raw,
                     relayed_key,
                     limits=self._limits(),
                     sealer=self._sealer,
@@ -129,7 +137,9 @@ class Intake:
                 )
             match call:
                 case GenerateCall():
-                    self._generate(call, responder)
+                    trace = self._begin_trace(raw.traceparent, time.monotonic())
+                    with ending_with_errors(trace):
+                        self._generate(call, responder, trace)
                 case CancelCall():
                     self._cancel_named(call)
                     # The same answer if there was none, so that ids cannot be guessed.
@@ -188,14 +198,18 @@ class Intake:
             self._service.count_rejection(error, params)
             raise
 
-    def _generate(self, call: GenerateCall, responder: Responder) -> None:
+    def _generate(
+        self, call: GenerateCall, responder: Responder, trace: RequestTrace | None
+    ) -> None:
         arrived_at = time.monotonic() if call.arrived_at is None else call.arrived_at
         tenant = call.params.tenant
+        if trace is not None:
+            note_call(trace, call, self._service.engine_args.model)
         with self._counting(call.params):
             self._service.check_tenant(call.params, self._tokenizing.num_of(tenant))
             self._check_drafts(call)
             self._check_length(1 if call.prompt_ids is None else call.prompt_ids.size)
-            request = self._tokenize(call) if _is_short(call) else None
+            request = self._tokenize(call, trace) if _is_short(call) else None
             sink = self._sessions.open(
                 call.key,
                 call.options,
@@ -205,6 +219,7 @@ class Intake:
                 tenant=tenant,
                 num_bytes=call.num_bytes,
                 num_samples=call.params.n,
+                trace=trace,
             )
         self._cancel_as_noted(call, arrived_at)
         try:
@@ -212,7 +227,7 @@ class Intake:
                 self._submit(request, arrived_at, sink)
             else:
                 with self._counting(call.params):
-                    self._tokenize_later(call, arrived_at, sink)
+                    self._tokenize_later(call, arrived_at, sink, trace)
         except BaseException:
             self._sessions.drop(call.key)
             raise
@@ -225,22 +240,27 @@ class Intake:
         elif samples := self._cancellations.samples(*name, arrived_at, call.params.n):
             self._sessions.cancel_samples(call.key, samples)
 
-    def _tokenize(self, call: GenerateCall) -> GenerationRequest:
+    def _tokenize(self, call: GenerateCall, trace: RequestTrace | None) -> GenerationRequest:
         """The request for the service, with token ids instead of texts."""
+        began_at = time.monotonic()
         if call.prompt_ids is not None:
             ids: list[int] = call.prompt_ids.tolist()
         else:
             assert call.text is not None
             ids = self._tokenizer.encode(call.text, check_length=self._check_length)
+        bad_words_ids = self._tokenizer.encode_bad_words(call.params.bad_words)
+        if trace is not None:
+            trace.note_tokenized(began_at, time.monotonic(), len(ids))
         return GenerationRequest(
             key=call.key,
             request_id=call.request_id,
             prompt_ids=ids,
             params=call.params,
-            bad_words_ids=self._tokenizer.encode_bad_words(call.params.bad_words),
+            bad_words_ids=bad_words_ids,
             draft_ids=[] if call.draft_ids is None else call.draft_ids.tolist(),
             return_cumulative_logprob=call.wants_cumulative_logprob,
             timeout_s=call.timeout_s,
+            trace=trace,
         )
 
     def _check_drafts(self, call: GenerateCall) -> None:
@@ -263,7 +283,9 @@ class Intake:
         skips_special = call.params.skip_special_tokens
         return self._tokenizer.decode(call.prompt_ids.tolist(), skip_special_tokens=skips_special)
 
-    def _tokenize_later(self, call: GenerateCall, arrived_at: float, sink: Sink) -> None:
+    def _tokenize_later(
+        self, call: GenerateCall, arrived_at: float, sink: Sink, trace: RequestTrace | None
+    ) -> None:
         """Have the texts tokenized in another thread, then submit the request."""
         limit = call.time_limit
 
@@ -283,7 +305,7 @@ class Intake:
             Prompt(
                 key=call.key,
                 tenant=call.params.tenant,
-                encode=partial(self._tokenize, call),
+                encode=partial(self._tokenize, call, trace),
                 num_bytes=call.num_bytes,
                 expires_at=None if limit is None else arrived_at + limit.seconds,
                 is_until_start=limit is None or limit.is_until_start,
