@@ -68,7 +68,6 @@ def setting_of(policy: str, trace: Sequence[TraceRequest], seed: int) -> Setting
         max_num_seqs=NUM_ROWS,
         max_num_batched_tokens=BUDGET,
         block_size=BLOCK_SIZE,
-        enable_prefix_caching=any(one.hash_ids for one in trace),
     )
     engine_args, scheduler_args = with_policy(policy, common, SchedulerArgs(max_queue_size=4096))
     return Setting(

@@ -97,6 +97,27 @@ def test_traffic_is_shaped(trace, capsys):
     assert "in time" in text
 
 
+def test_who_was_preempted_finds_its_own_blocks_as_on_a_server(tmp_path, capsys):
+    """A trace without ids of blocks has prompts that nobody shares, but they are cached, too."""
+    long = TraceRequest(timestamp=0, input_length=1000, output_length=100, priority=1)
+    urgent = TraceRequest(timestamp=60, input_length=16, output_length=4)
+    write_requests(tmp_path / "trace.jsonl", [long, urgent])
+    seconds = []
+    for caching in ("true", "false"):
+        assert not simulate(
+            tmp_path / "trace.jsonl",
+            "--policy=priority",
+            "--kv-tokens=4000",
+            "--set=max_num_seqs=1",
+            *([] if caching == "true" else ["--set=enable_prefix_caching=false"]),
+            f"--output={tmp_path / caching}",
+        )
+        (run,) = json.loads((tmp_path / caching / "report.json").read_text())["runs"]
+        assert run["num_preemptions"] == 1
+        seconds.append(run["seconds"])
+    assert seconds[0] < seconds[1] - 0.09  # a thousand tokens of 0.1 ms are not computed twice
+
+
 def test_settings_are_those_of_the_server(trace, tmp_path, capsys):
     tenants = tmp_path / "tenants.json"
     tenants.write_text('{"default": {"max_concurrency": 1}}')

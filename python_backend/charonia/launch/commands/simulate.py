@@ -117,8 +117,6 @@ def _setting(
 ) -> tuple[str, Setting]:
     """What serves one run, and its name."""
     engine, scheduler = split_settings(options.settings)
-    # Without ids of blocks nothing is known of what prompts have in common.
-    engine.setdefault("enable_prefix_caching", any(one.hash_ids for one in trace))
     args = EngineArgs.from_dict({"model": "simulated", **engine})
     scheduler_args = SchedulerArgs.from_parameters(scheduler)
     scheduler_args.check_engine(args)
