@@ -250,6 +250,23 @@ def test_a_refusal_is_a_missed_deadline_unless_it_is_the_clients_own_doing(kind,
     assert service.metrics.counters["charonia_deadline_missed_total", "other"] == num_missed
 
 
+@pytest.mark.parametrize(
+    ("kind", "num"),
+    [
+        *[(kind, 1) for kind in ("queue_full", "rate_limited", "overloaded", "late", "timeout")],
+        *[(kind, 1) for kind in ("engine_down", "shutting_down", "unavailable")],
+        *[(kind, 0) for kind in ("invalid_request", "prompt_too_long", "not_supported")],
+    ],
+)
+def test_an_invalid_request_does_not_count_as_a_refusal_of_its_tenant(kind, num):
+    service = make_service(EchoExecutor())
+    service.count_rejection(error_of("no", kind), SamplingParams(tenant="a"))
+    service.close()
+    counters = service.metrics.counters
+    assert counters["charonia_tenant_rejections_total", "other"] == num
+    assert counters["charonia_rejections_total", kind if num else "invalid"] == 1
+
+
 def test_who_would_be_late_is_counted_as_that():
     service = make_service(Gated(max_num_seqs=1))
     service.count_rejection(LateRequestError("it would wait", retry_after_s=1.5))
