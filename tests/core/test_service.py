@@ -223,6 +223,8 @@ def test_whom_a_full_queue_refuses_has_missed_its_targets(tmp_path):
         assert client.wait(key)[-1].finish_reason == "length"
     service.close()
     counters = service.metrics.counters
+    for kind in ("tenant_queue_full", "queue_full"):
+        assert counters["charonia_rejections_total", kind] == 1, kind
     for metric, tenant, num in (
         ("ttft_target_met", "a", 2),
         ("ttft_target_missed", "a", 1),
@@ -240,7 +242,7 @@ def test_whom_a_full_queue_refuses_has_missed_its_targets(tmp_path):
         *[(kind, 1) for kind in ("queue_full", "late", "overloaded", "timeout", "internal")],
         *[(kind, 1) for kind in ("engine_down", "shutting_down", "unavailable")],
         *[(kind, 0) for kind in ("rate_limited", "invalid_request", "prompt_too_long")],
-        *[(kind, 0) for kind in ("not_supported", "cancelled")],
+        *[(kind, 0) for kind in ("not_supported", "cancelled", "tenant_queue_full")],
     ],
 )
 def test_a_refusal_is_a_missed_deadline_unless_it_is_the_clients_own_doing(kind, num_missed):
@@ -255,6 +257,7 @@ def test_a_refusal_is_a_missed_deadline_unless_it_is_the_clients_own_doing(kind,
     [
         *[(kind, 1) for kind in ("queue_full", "rate_limited", "overloaded", "late", "timeout")],
         *[(kind, 1) for kind in ("engine_down", "shutting_down", "unavailable")],
+        ("tenant_queue_full", 1),
         *[(kind, 0) for kind in ("invalid_request", "prompt_too_long", "not_supported")],
     ],
 )

@@ -9,11 +9,12 @@ import pytest
 
 from charonia.launch.server.processes import ReservedPorts
 from charonia.launch.server.tritonserver import TritonServer
-from support.e2e import wait_idle
-from support.gateway import Gateway, asking, running_gateway, wait_metric
+from support.e2e import ENDLESS, wait_idle
+from support.gateway import Gateway, posting, running_gateway, wait_metric
 
 TEXT, CHAT, GENERATE, BATCH = "/v1/completions", "/v1/chat/completions", "/v1/generate", "/v1/batch"
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
+ENDLESSLY = {"max_tokens": ENDLESS, "ignore_eos": True}
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
 
@@ -106,9 +107,18 @@ def test_it_is_asked_only_while_the_model_cannot_answer(
         assert model_of(temperature=-1) == "400"
         assert model_of(model="backup") == "404"
         with contextlib.ExitStack() as stack:
-            for name, number in (("running", 1), ("waiting", 1), ("waiting", 2)):
-                stack.enter_context(asking(gateway, prompt="x"))
+            for tenant, name, number in (
+                ("other", "running", 1),
+                ("narrow", "waiting", 1),
+                ("other", "waiting", 2),
+            ):
+                body = {"prompt": "x", "tenant": tenant, **ENDLESSLY}
+                stack.enter_context(posting(gateway, GENERATE, body))
                 wait_metric(narrow_server, f"charonia_requests_{name}", number)
+                if tenant == "narrow":
+                    reply = gateway.http.post(GENERATE, json={"prompt": "x", "tenant": tenant})
+                    assert reply.status_code == 429, "no way around the tenant's own limit"
+                    assert reply.headers["retry-after"]
             assert model_of() == "backup"
         wait_idle(narrow_server)
         assert model_of() == "large"
