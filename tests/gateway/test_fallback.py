@@ -1,16 +1,28 @@
 """The fallback model: it answers, under its own name, while no server of the model can."""
 
+import asyncio
 import contextlib
-from collections.abc import Iterator
+import time
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from charonia.gateway.generation import Run
+from charonia.gateway.observing import Metrics, Record
+from charonia.gateway.prompts import Prompt, Prompts
+from charonia.gateway.serving import Serving
+from charonia.gateway.settings import GatewaySettings
+from charonia.gateway.upstream import Upstream
 from charonia.launch.server.processes import ReservedPorts
 from charonia.launch.server.tritonserver import TritonServer
+from charonia.text.tokenizer import Tokenizer
+from charonia_client import ConnectionLost, Sampling
 from support.e2e import ENDLESS, wait_idle
 from support.gateway import Gateway, posting, running_gateway, wait_metric
+from support.held_back import severable
+from support.waiting import WAIT_S
 
 TEXT, CHAT, GENERATE, BATCH = "/v1/completions", "/v1/chat/completions", "/v1/generate", "/v1/batch"
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
@@ -122,3 +134,57 @@ def test_it_is_asked_only_while_the_model_cannot_answer(
             assert model_of() == "backup"
         wait_idle(narrow_server)
         assert model_of() == "large"
+
+
+@contextlib.asynccontextmanager
+async def serving_of(url: str, fallback: str, tokenizer: Path) -> AsyncGenerator[Serving, None]:
+    """What answers in a gateway's process.
+
+    Args:
+        url, fallback: gRPC endpoints of its server and of that of the fallback model.
+    """
+
+    def made(url: str, **more: Any) -> Serving:
+        prompts = Prompts(Tokenizer.from_dir(tokenizer), "there is no template", 1)
+        return Serving(settings, prompts, Upstream([url], "scheduler"), **more)
+
+    settings = GatewaySettings(servers=(url,), tokenizer=tokenizer, model_names=("large",))
+    serving = made(url, fallback=made(fallback, answers_as="backup"))
+    try:
+        yield serving
+    finally:
+        await serving.close()
+
+
+def run_of(serving: Serving, record: Record, **sampling: Any) -> Run:
+    generation = serving.generation("r", [Prompt([5, 6], "ab")], Sampling(**sampling), None)
+    return Run(generation, serving.upstream, record)
+
+
+def test_what_came_of_a_stream_is_not_counted_again_though_none_of_it_was_sent(
+    server: TritonServer, chatting: Path
+) -> None:
+    asked = []
+
+    async def main() -> None:
+        async with (
+            asyncio.timeout(WAIT_S),
+            severable(server.grpc_url) as (url, cut),
+            serving_of(url, server.grpc_url, chatting) as serving,
+        ):
+            record = Record("r", time.monotonic(), Metrics())
+
+            async def answer(one: Serving) -> None:
+                asked.append(one)
+                endless = ENDLESSLY if one is serving else {"max_tokens": 1}
+                async for _ in run_of(one, record, **endless).stream():
+                    if one is serving:
+                        cut()
+
+            with pytest.raises(ConnectionLost):
+                await serving.answered(record, answer)
+            assert asked == [serving]
+            assert (record.prompt_tokens, record.fallback) == (2, None)
+
+    asyncio.run(main())
+    wait_idle(server)
