@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import os
+import signal
 import time
 from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
@@ -14,14 +16,15 @@ from charonia.gateway.observing import Metrics, Record
 from charonia.gateway.prompts import Prompt, Prompts
 from charonia.gateway.serving import Serving
 from charonia.gateway.settings import GatewaySettings
-from charonia.gateway.upstream import Upstream
+from charonia.gateway.upstream import LOAD_AGE_S, Server, Upstream
 from charonia.launch.server.processes import ReservedPorts
 from charonia.launch.server.tritonserver import TritonServer
 from charonia.text.tokenizer import Tokenizer
-from charonia_client import ConnectionLost, Sampling
+from charonia_client import ConnectionLost, EngineState, Sampling, client
 from support.e2e import ENDLESS, wait_idle
 from support.gateway import Gateway, posting, running_gateway, wait_metric
 from support.held_back import severable
+from support.stopping import stop_process
 from support.waiting import WAIT_S
 
 TEXT, CHAT, GENERATE, BATCH = "/v1/completions", "/v1/chat/completions", "/v1/generate", "/v1/batch"
@@ -144,12 +147,14 @@ async def serving_of(url: str, fallback: str, tokenizer: Path) -> AsyncGenerator
         url, fallback: gRPC endpoints of its server and of that of the fallback model.
     """
 
-    def made(url: str, **more: Any) -> Serving:
+    def made(url: str, *, has_fallback: bool, **more: Any) -> Serving:
         prompts = Prompts(Tokenizer.from_dir(tokenizer), "there is no template", 1)
-        return Serving(settings, prompts, Upstream([url], "scheduler"), **more)
+        upstream = Upstream([url], "scheduler", has_fallback=has_fallback)
+        return Serving(settings, prompts, upstream, **more)
 
     settings = GatewaySettings(servers=(url,), tokenizer=tokenizer, model_names=("large",))
-    serving = made(url, fallback=made(fallback, answers_as="backup"))
+    backup = made(fallback, has_fallback=False, answers_as="backup")
+    serving = made(url, has_fallback=True, fallback=backup)
     try:
         yield serving
     finally:
@@ -188,3 +193,61 @@ def test_what_came_of_a_stream_is_not_counted_again_though_none_of_it_was_sent(
 
     asyncio.run(main())
     wait_idle(server)
+
+
+def test_it_answers_at_once_while_the_only_server_is_silent(
+    narrow_server: TritonServer,
+    server: TritonServer,
+    chatting: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def main() -> None:
+        urls = narrow_server.grpc_url, server.grpc_url
+        async with asyncio.timeout(WAIT_S), serving_of(*urls, chatting) as serving:
+            (own,) = serving.upstream.servers
+
+            async def answered_by() -> str | None:
+                record = Record("r", time.monotonic(), Metrics())
+
+                async def answer(one: Serving) -> None:
+                    await run_of(one, record, max_tokens=1).complete()
+
+                await serving.answered(record, answer)
+                return record.fallback
+
+            assert await answered_by() is None
+            await own.refreshed(LOAD_AGE_S)  # it began with that request
+            pid = narrow_server.pid
+            assert pid is not None
+            stop_process(pid)
+            try:
+                with monkeypatch.context() as patch:
+                    patch.setattr(client, "_PROBE_S", 0.2)
+                    assert await own.refreshed(0.0) is None
+                turn = own.turn
+                assert [await answered_by() for _ in range(2)] == ["backup"] * 2
+                assert own.turn == turn, "it was not asked"
+            finally:
+                os.kill(pid, signal.SIGCONT)
+            while await own.refreshed(0.0) is None:
+                pass
+            assert await answered_by() is None
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("is_up", "reason", "takes_none"),
+    [
+        (False, "the engine is down and cannot be loaded", True),
+        (False, None, False),
+        (True, None, False),
+    ],
+)
+def test_it_is_not_asked_while_requests_wait_for_another_engine(
+    is_up: bool, reason: str | None, takes_none: bool
+) -> None:
+    server = Server("127.0.0.1:1", "scheduler", time.monotonic)
+    server.last_state = EngineState(is_up=is_up, reason=reason, step_age_s=None, turn_age_s=None)
+    server.is_known_down = not is_up
+    assert server.takes_none == takes_none
