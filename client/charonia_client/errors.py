@@ -53,7 +53,7 @@ class Overloaded(Unavailable):
 
 
 class RateLimited(Unavailable):
-    """The tenant has too many requests at once, or sends them too fast."""
+    """The tenant has too many requests at once or in the queue, or sends them too fast."""
 
 
 class Timeout(CharoniaClientError):
@@ -98,6 +98,7 @@ KINDS: dict[str, type[CharoniaClientError]] = {
     "not_supported": InvalidRequest,
     "unavailable": Unavailable,
     "queue_full": QueueFull,
+    "tenant_queue_full": RateLimited,
     "rate_limited": RateLimited,
     "overloaded": Overloaded,
     "engine_down": Unavailable,

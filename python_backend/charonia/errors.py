@@ -96,8 +96,9 @@ class QueueFullError(UnavailableError):
 
 
 class TenantQueueFullError(QueueFullError):
-    """The tenant's limit of waiting requests or their prompt tokens is reached."""
+    """The tenant's own limit of waiting requests or their prompt tokens is reached."""
 
+    kind = "tenant_queue_full"
     is_clients_doing = True
 
 
@@ -215,6 +216,7 @@ KINDS: dict[str, type[CharoniaError]] = {
         NotSupportedError,
         UnavailableError,
         QueueFullError,
+        TenantQueueFullError,
         RateLimitedError,
         OverloadedError,
         EngineDownError,

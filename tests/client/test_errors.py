@@ -12,6 +12,7 @@ from charonia_client.errors import (
     InvalidRequest,
     Late,
     QueueFull,
+    RateLimited,
     ServerError,
     Timeout,
     Unavailable,
@@ -109,6 +110,7 @@ def test_a_grpc_status_counts_where_its_text_is_not_known(
     [
         (400, "max_tokens must be at least 1, but is 0", InvalidRequest),
         (400, "too much [charonia:queue_full]", QueueFull),
+        (400, "too much of a tenant's [charonia:tenant_queue_full]", RateLimited),
         (404, "Request for unknown model: 'x' is not found", InvalidRequest),
         (429, "slow down", Unavailable),
         (500, "boom", ServerError),

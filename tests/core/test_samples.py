@@ -37,6 +37,21 @@ def test_each_sample_has_the_tokens_of_its_seed_and_the_request_one_end():
     assert len(bench.core.metrics.drain()["charonia_time_to_first_token_seconds"]) == 2
 
 
+@pytest.mark.parametrize("max_num_seqs", [1, 2])
+def test_the_parts_of_a_requests_time_add_up_also_where_one_sample_waits_for_the_other(
+    max_num_seqs,
+):
+    bench = Bench(EchoExecutor(max_num_seqs=max_num_seqs))
+    bench.add("before", max_tokens=3)
+    bench.add("a", n=2, max_tokens=9)
+    bench.run()
+    timing = bench.chunks["a"][-1].timing
+    parts = [timing[f"{part}_seconds"] for part in ("queue", "prefill", "decode")]
+    assert all(part > 0 for part in parts)
+    assert sum(parts[:2]) == pytest.approx(timing["first_token_seconds"])
+    assert sum(parts) == pytest.approx(timing["total_seconds"])
+
+
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3])
 def test_what_was_cached_of_the_prompt_is_told_however_the_samples_came_to_it(max_num_seqs):
     """With one row the others find blocks that the first has left, and fork nothing."""

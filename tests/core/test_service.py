@@ -223,6 +223,8 @@ def test_whom_a_full_queue_refuses_has_missed_its_targets(tmp_path):
         assert client.wait(key)[-1].finish_reason == "length"
     service.close()
     counters = service.metrics.counters
+    for kind in ("tenant_queue_full", "queue_full"):
+        assert counters["charonia_rejections_total", kind] == 1, kind
     for metric, tenant, num in (
         ("ttft_target_met", "a", 2),
         ("ttft_target_missed", "a", 1),
@@ -240,7 +242,7 @@ def test_whom_a_full_queue_refuses_has_missed_its_targets(tmp_path):
         *[(kind, 1) for kind in ("queue_full", "late", "overloaded", "timeout", "internal")],
         *[(kind, 1) for kind in ("engine_down", "shutting_down", "unavailable")],
         *[(kind, 0) for kind in ("rate_limited", "invalid_request", "prompt_too_long")],
-        *[(kind, 0) for kind in ("not_supported", "cancelled")],
+        *[(kind, 0) for kind in ("not_supported", "cancelled", "tenant_queue_full")],
     ],
 )
 def test_a_refusal_is_a_missed_deadline_unless_it_is_the_clients_own_doing(kind, num_missed):
@@ -248,6 +250,24 @@ def test_a_refusal_is_a_missed_deadline_unless_it_is_the_clients_own_doing(kind,
     service.count_rejection(error_of("no", kind), SamplingParams(deadline_ms=1000))
     service.close()
     assert service.metrics.counters["charonia_deadline_missed_total", "other"] == num_missed
+
+
+@pytest.mark.parametrize(
+    ("kind", "num"),
+    [
+        *[(kind, 1) for kind in ("queue_full", "rate_limited", "overloaded", "late", "timeout")],
+        *[(kind, 1) for kind in ("engine_down", "shutting_down", "unavailable")],
+        ("tenant_queue_full", 1),
+        *[(kind, 0) for kind in ("invalid_request", "prompt_too_long", "not_supported")],
+    ],
+)
+def test_an_invalid_request_does_not_count_as_a_refusal_of_its_tenant(kind, num):
+    service = make_service(EchoExecutor())
+    service.count_rejection(error_of("no", kind), SamplingParams(tenant="a"))
+    service.close()
+    counters = service.metrics.counters
+    assert counters["charonia_tenant_rejections_total", "other"] == num
+    assert counters["charonia_rejections_total", kind if num else "invalid"] == 1
 
 
 def test_who_would_be_late_is_counted_as_that():

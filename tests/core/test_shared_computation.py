@@ -50,6 +50,21 @@ def test_who_came_first_may_leave_and_the_others_get_all():
     assert bench.cached("d") == "exact"
 
 
+@pytest.mark.parametrize(("leaves", "pays"), [(None, "a"), ("a", "b"), ("b", "a")])
+def test_the_cost_is_in_one_timing_also_where_who_came_first_leaves(leaves, pays):
+    bench = AnswerBench()
+    for key in "abc":
+        bench.ask(key)
+    bench.run(8)
+    if leaves is not None:
+        bench.answers.cancel(leaves)
+    bench.run()
+    costs = {key: bench.chunks[key][-1].timing["engine_seconds"] for key in "abc"}
+    steps = bench.core.metrics.histograms["charonia_step_seconds"]
+    assert costs.pop(pays) == pytest.approx(steps.sum)
+    assert set(costs.values()) == {0}
+
+
 def test_a_key_may_come_again_while_what_it_began_is_computed_for_others():
     bench = AnswerBench()
     bench.ask("a")

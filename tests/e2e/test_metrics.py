@@ -59,6 +59,7 @@ COUNTERS = {
             "invalid",
             "unavailable",
             "queue_full",
+            "tenant_queue_full",
             "rate_limited",
             "overloaded",
             "engine_down",

@@ -123,8 +123,14 @@ def test_a_page_that_is_not_charonias_is_one_line(capsys: pytest.CaptureFixture[
     assert "cannot be read: [Errno 111] Connection refused" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["FORCE_COLOR", "TTY_COMPATIBLE", "TERM"])
 def test_where_nothing_can_be_drawn_it_says_what_to_do(
-    server: TritonServer, capsys: pytest.CaptureFixture[str]
+    server: TritonServer,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
 ) -> None:
+    """Also where the environment makes rich write as if to a terminal."""
+    monkeypatch.setenv(name, "xterm" if name == "TERM" else "1")
     assert main(["top", "--url", url_of(server)]) == 1
     assert "cannot be watched here" in capsys.readouterr().err

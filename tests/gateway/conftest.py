@@ -1,5 +1,6 @@
 """A real tritonserver over a small random checkpoint, and gateways in front of it."""
 
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,13 +38,19 @@ def server(model: Path) -> Iterator[TritonServer]:
 
 
 @pytest.fixture(scope="session")
-def narrow_server(model: Path) -> Iterator[TritonServer]:
-    """A server that runs one request at a time, and queues two; it keeps answers."""
+def narrow_server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    """A server that runs one request at a time, and queues two; it keeps answers.
+
+    Of the tenant "narrow" it queues one.
+    """
+    tenants = tmp_path_factory.mktemp("narrow") / "tenants.json"
+    tenants.write_text(json.dumps({"tenants": {"narrow": {"max_queue_size": 1}}}))
     settings = (
         ONE_THREAD,
         ENDLESS_BLOCKS,
         "max_num_seqs=1",
         "scheduler.max_queue_size=2",
+        f"scheduler.tenants_file={tenants}",
         f"scheduler.answer_cache_bytes={2**20}",
     )
     with one_torch_thread(), running_server(model=model, settings=settings) as server:

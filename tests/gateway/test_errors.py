@@ -421,6 +421,7 @@ def test_who_sends_too_fast_is_429_and_told_when_to_come_back(model: Path, tmp_p
         ("x is for beam search [charonia:not_supported]", 400, "not_supported"),
         ("the prompt has 9 tokens [charonia:prompt_too_long]", 400, "context_length_exceeded"),
         ("too many [charonia:rate_limited]", 429, "rate_limit_exceeded"),
+        ("its queue is full [charonia:tenant_queue_full]", 429, "rate_limit_exceeded"),
         ("too much [charonia:overloaded]", 503, "overloaded"),
         ("full [charonia:queue_full]", 503, "queue_full"),
         ("no engine [charonia:engine_down]", 503, "engine_down"),

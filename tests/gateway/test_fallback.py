@@ -1,19 +1,35 @@
 """The fallback model: it answers, under its own name, while no server of the model can."""
 
+import asyncio
 import contextlib
-from collections.abc import Iterator
+import os
+import signal
+import time
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from charonia.gateway.generation import Run
+from charonia.gateway.observing import Metrics, Record
+from charonia.gateway.prompts import Prompt, Prompts
+from charonia.gateway.serving import Serving
+from charonia.gateway.settings import GatewaySettings
+from charonia.gateway.upstream import LOAD_AGE_S, Server, Upstream
 from charonia.launch.server.processes import ReservedPorts
 from charonia.launch.server.tritonserver import TritonServer
-from support.e2e import wait_idle
-from support.gateway import Gateway, asking, running_gateway, wait_metric
+from charonia.text.tokenizer import Tokenizer
+from charonia_client import ConnectionLost, EngineState, Sampling, client
+from support.e2e import ENDLESS, wait_idle
+from support.gateway import Gateway, posting, running_gateway, wait_metric
+from support.held_back import severable
+from support.stopping import stop_process
+from support.waiting import WAIT_S
 
 TEXT, CHAT, GENERATE, BATCH = "/v1/completions", "/v1/chat/completions", "/v1/generate", "/v1/batch"
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
+ENDLESSLY = {"max_tokens": ENDLESS, "ignore_eos": True}
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
 
@@ -106,9 +122,132 @@ def test_it_is_asked_only_while_the_model_cannot_answer(
         assert model_of(temperature=-1) == "400"
         assert model_of(model="backup") == "404"
         with contextlib.ExitStack() as stack:
-            for name, number in (("running", 1), ("waiting", 1), ("waiting", 2)):
-                stack.enter_context(asking(gateway, prompt="x"))
+            for tenant, name, number in (
+                ("other", "running", 1),
+                ("narrow", "waiting", 1),
+                ("other", "waiting", 2),
+            ):
+                body = {"prompt": "x", "tenant": tenant, **ENDLESSLY}
+                stack.enter_context(posting(gateway, GENERATE, body))
                 wait_metric(narrow_server, f"charonia_requests_{name}", number)
+                if tenant == "narrow":
+                    reply = gateway.http.post(GENERATE, json={"prompt": "x", "tenant": tenant})
+                    assert reply.status_code == 429, "no way around the tenant's own limit"
+                    assert reply.headers["retry-after"]
             assert model_of() == "backup"
         wait_idle(narrow_server)
         assert model_of() == "large"
+
+
+@contextlib.asynccontextmanager
+async def serving_of(url: str, fallback: str, tokenizer: Path) -> AsyncGenerator[Serving, None]:
+    """What answers in a gateway's process.
+
+    Args:
+        url, fallback: gRPC endpoints of its server and of that of the fallback model.
+    """
+
+    def made(url: str, *, has_fallback: bool, **more: Any) -> Serving:
+        prompts = Prompts(Tokenizer.from_dir(tokenizer), "there is no template", 1)
+        upstream = Upstream([url], "scheduler", has_fallback=has_fallback)
+        return Serving(settings, prompts, upstream, **more)
+
+    settings = GatewaySettings(servers=(url,), tokenizer=tokenizer, model_names=("large",))
+    backup = made(fallback, has_fallback=False, answers_as="backup")
+    serving = made(url, has_fallback=True, fallback=backup)
+    try:
+        yield serving
+    finally:
+        await serving.close()
+
+
+def run_of(serving: Serving, record: Record, **sampling: Any) -> Run:
+    generation = serving.generation("r", [Prompt([5, 6], "ab")], Sampling(**sampling), None)
+    return Run(generation, serving.upstream, record)
+
+
+def test_what_came_of_a_stream_is_not_counted_again_though_none_of_it_was_sent(
+    server: TritonServer, chatting: Path
+) -> None:
+    asked = []
+
+    async def main() -> None:
+        async with (
+            asyncio.timeout(WAIT_S),
+            severable(server.grpc_url) as (url, cut),
+            serving_of(url, server.grpc_url, chatting) as serving,
+        ):
+            record = Record("r", time.monotonic(), Metrics())
+
+            async def answer(one: Serving) -> None:
+                asked.append(one)
+                endless = ENDLESSLY if one is serving else {"max_tokens": 1}
+                async for _ in run_of(one, record, **endless).stream():
+                    if one is serving:
+                        cut()
+
+            with pytest.raises(ConnectionLost):
+                await serving.answered(record, answer)
+            assert asked == [serving]
+            assert (record.prompt_tokens, record.fallback) == (2, None)
+
+    asyncio.run(main())
+    wait_idle(server)
+
+
+def test_it_answers_at_once_while_the_only_server_is_silent(
+    narrow_server: TritonServer,
+    server: TritonServer,
+    chatting: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def main() -> None:
+        urls = narrow_server.grpc_url, server.grpc_url
+        async with asyncio.timeout(WAIT_S), serving_of(*urls, chatting) as serving:
+            (own,) = serving.upstream.servers
+
+            async def answered_by() -> str | None:
+                record = Record("r", time.monotonic(), Metrics())
+
+                async def answer(one: Serving) -> None:
+                    await run_of(one, record, max_tokens=1).complete()
+
+                await serving.answered(record, answer)
+                return record.fallback
+
+            assert await answered_by() is None
+            await own.refreshed(LOAD_AGE_S)  # it began with that request
+            pid = narrow_server.pid
+            assert pid is not None
+            stop_process(pid)
+            try:
+                with monkeypatch.context() as patch:
+                    patch.setattr(client, "_PROBE_S", 0.2)
+                    assert await own.refreshed(0.0) is None
+                turn = own.turn
+                assert [await answered_by() for _ in range(2)] == ["backup"] * 2
+                assert own.turn == turn, "it was not asked"
+            finally:
+                os.kill(pid, signal.SIGCONT)
+            while await own.refreshed(0.0) is None:
+                pass
+            assert await answered_by() is None
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("is_up", "reason", "takes_none"),
+    [
+        (False, "the engine is down and cannot be loaded", True),
+        (False, None, False),
+        (True, None, False),
+    ],
+)
+def test_it_is_not_asked_while_requests_wait_for_another_engine(
+    is_up: bool, reason: str | None, takes_none: bool
+) -> None:
+    server = Server("127.0.0.1:1", "scheduler", time.monotonic)
+    server.last_state = EngineState(is_up=is_up, reason=reason, step_age_s=None, turn_age_s=None)
+    server.is_known_down = not is_up
+    assert server.takes_none == takes_none

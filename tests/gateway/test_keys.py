@@ -10,6 +10,7 @@ import pytest
 
 from charonia.errors import ConfigError
 from charonia.gateway import routes
+from charonia.gateway.errors import ApiError
 from charonia.gateway.keys import Keys
 from charonia.launch.server.tritonserver import TritonServer
 from support.gateway import Gateway, running_gateway
@@ -89,6 +90,16 @@ def test_a_key_is_not_for_another_tenant(keyed: Gateway) -> None:
     assert right["generated_tokens"] == 1
 
 
+def test_lines_end_with_lf_or_cr_lf_and_comments_may_have_anything(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_bytes("# of a team\u2028sk-c\r\n\r\n\tsk-a \t team a \r\n\nsk-b".encode())
+    keys = Keys.from_file(path)
+    assert keys.tenant_of("Bearer sk-a") == "team a"
+    assert keys.tenant_of("Bearer sk-b") is None
+    with pytest.raises(ApiError, match="not known here"):
+        keys.tenant_of("Bearer sk-c")
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [
@@ -101,6 +112,13 @@ def test_a_key_is_not_for_another_tenant(keyed: Gateway) -> None:
         (b"sk-a # whose it is", "must not begin with #"),
         (b"team sk-a\x01", "line 1: a tenant"),
         (b"\xff", "it is not UTF-8"),
+        ("sk-a team\x85sk-b\n".encode(), "line 1: a tenant must have at most 256 printable"),
+        ("sk-a team\u2028sk-b\n".encode(), "line 1: a tenant must have at most 256 printable"),
+        (b"sk-a team\x0csk-b\n", "line 1: a tenant must have at most 256 printable"),
+        (b"sk-a\x0bsk-b\n", "line 1: a key must be printable ASCII"),
+        (b"sk-a\rsk-b\n", "line 1: a key must be printable ASCII"),
+        ("sk-a\u2003team\n".encode(), "line 1: a key must be printable ASCII"),
+        (b"\x0c\nsk-a\n", "line 1: a key must be printable ASCII"),
     ],
 )
 def test_a_wrong_file_of_keys_is_refused(tmp_path: Path, content: bytes, says: str) -> None:

@@ -184,21 +184,26 @@ def test_a_service_that_is_slow_or_refuses(tmp_path: Path, model: Path) -> None:
             "CharoniaTenantRefused",
             "CharoniaInterToken",
             "CharoniaDeadlinesMissed",
-            "CharoniaErrors",
             "CharoniaTimeToFirstToken",
             "CharoniaDraftsRejected",
             "CharoniaQueueGrows",
         )
 
 
-def test_a_kv_cache_that_is_too_small(tmp_path: Path, model: Path) -> None:
-    """Sixteen requests grow to 14 blocks each, of 65."""
-    settings = ("max_num_seqs=16", "max_model_len=1024", "num_gpu_blocks_override=66")
+def test_a_kv_cache_that_is_too_small_and_a_queue_that_is_full(tmp_path: Path, model: Path) -> None:
+    """Sixteen requests grow to 14 blocks each, of 65. Of the others all but one are refused."""
+    settings = (
+        "max_num_seqs=16",
+        "max_model_len=1024",
+        "num_gpu_blocks_override=66",
+        "scheduler.max_queue_size=1",
+    )
     with contextlib.ExitStack() as stack:
         server, prometheus = stack.enter_context(watched(tmp_path, model, *settings))
         for number in range(16):
             stack.enter_context(asking(server, [5 + number] * 16, max_tokens=200))
-        note(prometheus, "CharoniaKvPressure")
+        stack.enter_context(asking(server, [4], every_s=0.2, max_tokens=1))
+        note(prometheus, "CharoniaKvPressure", "CharoniaErrors")
 
 
 def test_every_alert_was_provoked() -> None:

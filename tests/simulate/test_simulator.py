@@ -227,8 +227,8 @@ def test_a_refusal_is_a_missed_deadline_unless_it_is_the_tenants_own_doing(tmp_p
     )
     file = tmp_path / "tenants.json"
     for limit, kind in (
-        ({"max_queue_size": 2}, "queue_full"),
-        ({"max_queue_tokens": 20}, "queue_full"),
+        ({"max_queue_size": 2}, "tenant_queue_full"),
+        ({"max_queue_tokens": 20}, "tenant_queue_full"),
         ({"requests_per_s": 1}, "rate_limited"),
         ({"max_concurrency": 2}, "rate_limited"),
     ):

@@ -40,6 +40,7 @@ from charonia.protocol import EngineInfo, Executor, SamplingParams
 from charonia.text.tokenizer import Tokenizer
 
 Sink = Callable[[Chunk], None]
+_INVALID = "invalid"
 IDLE_WAIT_S = 0.1
 LOOK_EVERY_S = 0.25
 """How often queue waits and the tenants' requests are measured, in seconds."""
@@ -227,16 +228,20 @@ class EngineService(RequestEvents):
     def count_rejection(self, error: CharoniaError, params: SamplingParams | None = None) -> None:
         """Count a refused request, refused here or before `submit`.
 
+        A tenant's count leaves out invalid requests: it tells of limits and of the server's state.
+
         Args:
             params: the request's, if they are known.
         """
         with self._wake:
-            self.metrics.count("charonia_rejections_total", label=_rejection(error))
+            reason = _rejection(error)
+            self.metrics.count("charonia_rejections_total", label=reason)
             if params is None:
                 return
             tenant, has_deadline = params.tenant, params.deadline_ms is not None
-            label = self._tenants.label_of(tenant)
-            self.metrics.count("charonia_tenant_rejections_total", label=label)
+            if reason != _INVALID:
+                label = self._tenants.label_of(tenant)
+                self.metrics.count("charonia_tenant_rejections_total", label=label)
             if not error.is_clients_doing:
                 # Missed targets are counted in the service's thread, as the ends of requests are.
                 self._inbox.append(
@@ -439,7 +444,7 @@ class EngineService(RequestEvents):
 
 
 def _rejection(error: CharoniaError) -> str:
-    return error.kind if isinstance(error, UnavailableError) else "invalid"
+    return error.kind if isinstance(error, UnavailableError) else _INVALID
 
 
 def _check_room(args: SchedulerArgs, index: PromptIndex) -> None:

@@ -4,6 +4,7 @@ Owns the file of keys, and the check of each request's key. Must not know what i
 """
 
 import hashlib
+import re
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from charonia.gateway.observing import record_of
 from charonia.protocol.sampling_params import MAX_CHARACTERS
 
 _SCHEME = "bearer"
+_SPACES = " \t"
+_SEPARATOR = re.compile(f"[{_SPACES}]+")
 
 
 class Keys:
@@ -32,20 +35,23 @@ class Keys:
     def from_file(cls, path: Path) -> "Keys":
         """Read a file with one `KEY [TENANT]` per line. Empty lines and `# …` are skipped.
 
+        Only LF and CR LF end a line, and only spaces and tabs separate.
+
         Raises:
             ConfigError: it cannot be read, has no key or a wrong line. The message has no key.
         """
         try:
-            lines = path.read_text("utf-8").splitlines()
+            lines = path.read_bytes().decode().split("\n")
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
             raise ConfigError(f"API keys cannot be read from {path}: {reason}") from None
         tenants: dict[bytes, str | None] = {}
         for number, line in enumerate(lines, 1):
-            if not line.strip() or line.lstrip().startswith("#"):
+            line = line.removesuffix("\r").strip(_SPACES)
+            if not line or line.startswith("#"):
                 continue
-            key, *rest = line.split(maxsplit=1)
-            tenant = rest[0].strip() if rest else ""
+            key, *rest = _SEPARATOR.split(line, maxsplit=1)
+            tenant = rest[0] if rest else ""
             _check(f"{path}, line {number}", key, tenant)
             if _digest(key) in tenants:
                 raise ConfigError(f"{path}, line {number}: the same key is in a line above")

@@ -149,12 +149,13 @@ class _Server(uvicorn.Server):
 def _serving(
     settings: GatewaySettings, prompts: Prompts, of_fallback: Prompts | None, metrics: Metrics
 ) -> Serving:
-    def upstream_of(urls: Sequence[str]) -> Upstream:
+    def upstream_of(urls: Sequence[str], *, has_fallback: bool = False) -> Upstream:
         for url in urls:
             metrics.retries.labels(url)  # shown from the start
         return Upstream(
             urls,
             settings.scheduler_model,
+            has_fallback=has_fallback,
             on_retry=lambda url: metrics.retries.labels(url).inc(),
         )
 
@@ -167,7 +168,8 @@ def _serving(
             upstream_of(settings.fallback.servers),
             answers_as=settings.fallback.model_name,
         )
-    return Serving(settings, prompts, upstream_of(settings.servers), fallback=fallback)
+    own = upstream_of(settings.servers, has_fallback=fallback is not None)
+    return Serving(settings, prompts, own, fallback=fallback)
 
 
 def _spans(settings: GatewaySettings, log: Callable[[str], None]) -> "Spans | None":

@@ -114,17 +114,22 @@ class Serving:
         Args:
             has_begun: whether a part of the answer was sent, which a second run would repeat.
         """
+
+        def is_final() -> bool:
+            # What came of a stream has been counted, even if none of it was sent yet.
+            return has_begun() or record.first_token_s is not None
+
         try:
             return await run(self)
         except (ApiError, CharoniaClientError) as error:
-            if self.fallback is None or has_begun() or not _has_no_server(error):
+            if self.fallback is None or is_final() or not _has_no_server(error):
                 raise
             first = error
         record.note_fallback(self.fallback.check_model(None))
         try:
             return await run(self.fallback)
         except (ApiError, CharoniaClientError, CharoniaError):
-            if has_begun():
+            if is_final():
                 raise
             raise first from None
 

@@ -9,7 +9,9 @@ A request goes to the server with the least load, in samples that run or wait th
            + what the server's last probe had beyond those: the requests of others
 
 A server whose last probe failed, or found no engine, comes last. A probe begins with a request
-once the last one is a second old, and that request does not wait for it.
+once the last one is a second old, and that request does not wait for it. A single server is probed
+so only if there is a fallback model. Then no request is sent while no server takes any: one that is
+silent would hold it.
 
 A request moves to another server only while nothing of an answer has come, and only if that may
 help: the connection failed, or the server cannot take it now.
@@ -47,9 +49,9 @@ STATE_AGE_S = 0.2
 PROBE_TIMEOUT_S = 2.0
 """Readiness waits so long for a server that is up."""
 OTHERS_S = 0.1
-"""Once one is up, the answers of the others are waited for so long."""
+"""The answers of servers that may be down are waited for so long, once another one can answer."""
 LOAD_AGE_S = 1.0
-"""The load of a server is refreshed after this time, if there are several."""
+"""What a server has to do, and whether it takes requests, is asked again after this time."""
 LENGTH_AGE_S = 5.0
 """A known length limit is refreshed after this time: the server may have another model."""
 _BUSY = (QueueFull, Overloaded, RateLimited)
@@ -63,7 +65,8 @@ class Server:
     Attributes:
         num_requests: this gateway's running requests there. num_samples: of these.
         num_others: samples of others that run or wait there, by the last probe.
-        is_known_down: whether the last probe found no engine, or had no answer.
+        is_known_down: whether the last probe found no engine, or had no answer. An engine may be
+            starting, for which requests wait.
         last_state: by the last probe that has ended; None if it had no answer.
         turn: when it was chosen last. max_model_len: as it last reported.
     """
@@ -82,6 +85,12 @@ class Server:
         self._clock = clock
         self._probe: asyncio.Task[EngineState | None] | None = None
         self._probed_at = 0.0
+
+    @property
+    def takes_none(self) -> bool:
+        """Whether the last probe had no answer, or said that requests are refused."""
+        state = self.last_state
+        return self.is_known_down and (state is None or state.reason is not None)
 
     def refreshed(self, age_s: float) -> "asyncio.Task[EngineState | None]":
         """Return the last probe, or start a new one if that is older; it may still be running."""
@@ -141,6 +150,7 @@ class Upstream:
 
     Args:
         urls: gRPC `host:port`. model: name of their schedulers' model.
+        has_fallback: whether requests that no server takes have another model to go to.
         on_retry: called with the URL of a server whose request moves to another one.
         clock: seconds, monotonic.
     """
@@ -150,10 +160,12 @@ class Upstream:
         urls: Sequence[str],
         model: str,
         *,
+        has_fallback: bool = False,
         on_retry: Callable[[str], None] = lambda url: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.servers = [Server(url, model, clock) for url in urls]
+        self._has_fallback = has_fallback
         self._on_retry = on_retry
         self._num_turns = 0
 
@@ -236,6 +248,8 @@ class Upstream:
     async def _ask(
         self, call: Callable[[AsyncClient], AsyncGenerator[T, None]], num_samples: int
     ) -> AsyncGenerator[T, None]:
+        if self._has_fallback and await self._takes_none():
+            raise unavailable("no server answers, or takes requests")
         tried: set[Server] = set()
         while True:
             server = self._choose(tried)
@@ -254,6 +268,17 @@ class Upstream:
                 if has_begun or not may_do_better(error) or not self._has_another(tried):
                     raise
                 self._on_retry(server.url)
+
+    async def _takes_none(self) -> bool:
+        """Whether no server takes requests, by their last probes.
+
+        Probes that are a second old are made again. If no server took requests before, their
+        answers are waited for, but not for long.
+        """
+        probes = [server.refreshed(LOAD_AGE_S) for server in self.servers]
+        if all(server.takes_none for server in self.servers):
+            await asyncio.wait(probes, timeout=OTHERS_S)
+        return all(server.takes_none for server in self.servers)
 
     def _choose(self, tried: set[Server]) -> Server:
         if len(self.servers) > 1:
@@ -299,9 +324,10 @@ async def _wait_one_up(probes: Sequence["asyncio.Task[EngineState | None]"]) -> 
     return False
 
 
-def _order(server: Server) -> tuple[bool, int, int]:
+def _order(server: Server) -> tuple[bool, bool, int, int]:
     """The least is chosen; of equal ones that which was chosen longest ago."""
-    return server.is_known_down, server.num_samples + server.num_others, server.turn
+    load = server.num_samples + server.num_others
+    return server.takes_none, server.is_known_down, load, server.turn
 
 
 def _num_samples(sampling: Sampling) -> int:

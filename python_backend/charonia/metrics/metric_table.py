@@ -433,7 +433,7 @@ METRICS = (
     Metric(
         name="charonia_tenant_rejections_total",
         kind="counter",
-        help="Requests of a tenant refused before they were queued.",
+        help="Requests of a tenant refused before they were queued, without invalid ones.",
         label="tenant",
         values=(OTHERS,),
     ),

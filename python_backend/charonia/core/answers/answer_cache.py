@@ -340,7 +340,7 @@ class AnswerCache(RequestEvents):
         own = subscriber.take(chunk, now)
         if own is None:
             return
-        if own.timing is not None and subscriber is not shared.leader:
+        if own.timing is not None:
             own = msgspec.structs.replace(own, timing=shared.timing_for(subscriber, own.timing))
         if own.is_final:
             if not chunk.is_final:  # others still want samples that it cancelled

@@ -35,6 +35,7 @@ class Source(NamedTuple):
     similarity: float | None = None
 
 
+_COST = ("engine_seconds", "engine_flops")
 _NOTHING_DONE: Timing = {
     "cached_tokens": 0,
     "computed_tokens": 0,
@@ -233,8 +234,18 @@ class SharedComputation:
         self.open = set(range(self.request.params.n))
 
     def timing_for(self, subscriber: Subscriber, timing: Timing) -> Timing:
-        """The timing of a subscriber that joined, from that of the computation."""
+        """The timing of a subscriber at the computation's end, from that of the computation.
 
+        The cost is in the timing of one: the leader, or else of those left the one that came first.
+        """
+        if subscriber is self.leader:
+            return timing
+        own = self._timing_of_joined(subscriber, timing)
+        if subscriber is self.subscribers[0]:  # the leader has left
+            own |= {name: timing[name] for name in _COST if name in timing}
+        return own
+
+    def _timing_of_joined(self, subscriber: Subscriber, timing: Timing) -> Timing:
         def since_it_came(name: str) -> float | None:
             value = timing.get(name)
             if not isinstance(value, int | float):

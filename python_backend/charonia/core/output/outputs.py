@@ -303,13 +303,21 @@ class OutputStream(SampleStream):
         return timing
 
 
-_LEAST = ("queue_seconds", "first_token_seconds", "prefill_seconds")
-_GREATEST = ("total_seconds", "decode_seconds")
+_LEAST = ("queue_seconds", "first_token_seconds")
+_GREATEST = ("total_seconds",)
+_DIFFERENCES = {
+    "prefill_seconds": ("first_token_seconds", "queue_seconds"),
+    "decode_seconds": ("total_seconds", "first_token_seconds"),
+}
 _MEANS = {"mean_draft_depth": "drafted_tokens", "mean_accepted_length": "accepted_tokens"}
 
 
 def merged_timing(timings: Sequence[Timing]) -> Timing:
-    """The timing of a request, merged from its samples."""
+    """The timing of a request, merged from its samples.
+
+    Its times are from its arrival to the first step, the first token and the last end of any
+    sample, and the differences of these.
+    """
     if len(timings) == 1:
         return timings[0]
     merged: Timing = {}
@@ -318,9 +326,12 @@ def merged_timing(timings: Sequence[Timing]) -> Timing:
         if isinstance(values[0], list):
             columns = zip_longest(*cast("list[list[int]]", values), fillvalue=0)
             merged[name] = [sum(column) for column in columns]
-        elif name not in _MEANS:
+        elif name not in _MEANS and name not in _DIFFERENCES:
             combine = min if name in _LEAST else max if name in _GREATEST else sum
             merged[name] = combine(cast("list[float]", values))
+    if "first_token_seconds" in merged:
+        for name, (until, since) in _DIFFERENCES.items():
+            merged[name] = cast("float", merged[until]) - cast("float", merged[since])
     for name, total in _MEANS.items():
         if any(name in timing for timing in timings):
             merged[name] = cast("float", merged[total]) / cast("float", merged["draft_rounds"])

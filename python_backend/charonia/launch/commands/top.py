@@ -52,7 +52,9 @@ def top(url: str, *, interval_s: float, once: bool, console: Console | None = No
             time.sleep(interval_s)
             console.print(screen(url, Span(before, _read(client, page)), []))
             return
-        if not console.is_terminal or console.is_dumb_terminal:
+        # `is_terminal` alone may be what FORCE_COLOR or TTY_COMPATIBLE say.
+        is_terminal = console.is_terminal and console.file.isatty()
+        if not is_terminal or console.is_dumb_terminal:
             raise LaunchError(
                 "a server cannot be watched here, where no screen can be drawn: --once"
             )

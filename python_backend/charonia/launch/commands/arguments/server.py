@@ -146,7 +146,9 @@ def add_gateway(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     )
     _add_api_keys(gateway, "who may call")
     fallback = gateway.add_argument_group(
-        "fallback", "a model that answers, under its own name, while no --server can"
+        "fallback",
+        "a model that answers, under its own name, while no --server answers or takes requests; "
+        "requests wait while an engine restarts or is reloaded",
     )
     fallback.add_argument(
         "--fallback-server",
