@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,27 @@ def test_every_alert_says_what_is_wrong_and_how_urgent_it_is() -> None:
     for alert in rules("alerts.yml"):
         assert alert["labels"]["severity"] in ("page", "ticket")
         assert {"summary", "description"} == alert["annotations"].keys()
+
+
+def test_the_threshold_of_a_percentile_is_a_bound_of_its_buckets() -> None:
+    percentile = re.compile(r"charonia:(\w+):p\d+_5m > ([\d.]+)")
+    found = [one for alert in rules("alerts.yml") for one in percentile.findall(alert["expr"])]
+    assert found
+    for name, threshold in found:
+        assert float(threshold) in BY_NAME[f"charonia_{name}"].buckets
+
+
+def test_the_tests_of_rules_have_the_buckets_that_servers_have() -> None:
+    """One after the other; those above or below may be left out."""
+    bucket = re.compile(r"'(\w+)_bucket\{(.*), le=\"([\d.]+)\"\}'")
+    found = defaultdict(list)
+    for name, labels, bound in bucket.findall((FOLDER / "alerts_test.yml").read_text("utf-8")):
+        found[name, labels].append(float(bound))
+    assert found
+    for (name, _), bounds in found.items():
+        real = BY_NAME[name].buckets
+        first = real.index(bounds[0])
+        assert tuple(bounds) == real[first : first + len(bounds)]
 
 
 def test_every_alert_is_tested() -> None:
