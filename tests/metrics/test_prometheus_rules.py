@@ -33,7 +33,7 @@ def test_what_a_rule_asks_for_is_there(rule: dict[str, Any]) -> None:
     names = set(re.findall(r"charonia[\w:]+", rule["expr"]))
     assert names or "up{" in rule["expr"]
     for name in names:
-        family = name.removesuffix("_bucket")
+        family = re.sub("_(bucket|count)$", "", name)
         assert name in RECORDED or family in BY_NAME, name
         if name != family:
             assert BY_NAME[family].kind == "histogram"
