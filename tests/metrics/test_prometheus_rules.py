@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from charonia.metrics.merged_page import SCHEDULERS_S, TRITON_S
 from charonia.metrics.metric_table import BY_NAME
 
 FOLDER = Path(__file__).parents[2] / "docker" / "prometheus"
@@ -71,6 +72,13 @@ def test_the_tests_of_rules_have_the_buckets_that_servers_have() -> None:
 def test_every_alert_is_tested() -> None:
     tested = (FOLDER / "alerts_test.yml").read_text(encoding="utf-8")
     assert [a["alert"] for a in rules("alerts.yml") if a["alert"] not in tested] == []
+
+
+def test_a_page_comes_before_prometheus_gives_it_up() -> None:
+    """Otherwise a scheduler that hangs is taken for a server that is down."""
+    config = yaml.safe_load((FOLDER / "prometheus.yml").read_text(encoding="utf-8"))
+    timeout = config["global"]["scrape_timeout"]
+    assert float(timeout.removesuffix("s")) > SCHEDULERS_S + TRITON_S
 
 
 @pytest.mark.skipif(PROMTOOL is None, reason="needs promtool, on PATH or named by PROMTOOL")
