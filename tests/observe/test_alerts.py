@@ -208,5 +208,8 @@ def test_a_kv_cache_that_is_too_small(tmp_path: Path, model: Path) -> None:
         note(prometheus, "CharoniaKvPressure")
 
 
-def test_every_alert_was_provoked() -> None:
+def test_every_alert_was_provoked(request: pytest.FixtureRequest) -> None:
+    run = {item.function for item in request.session.items if isinstance(item, pytest.Function)}
+    if not {test for name, test in globals().items() if name.startswith("test_")} <= run:
+        pytest.skip("not all tests of this file were asked for")
     assert taken.keys() == ALERTS
