@@ -72,6 +72,11 @@ def rates(counter: str, by: str) -> tuple[tuple[str, str], ...]:
     return one(f"sum by ({by}) (rate({counter}@{RATE}))", f"{{{{{by}}}}}")
 
 
+def shares(counter: str, by: str) -> tuple[tuple[str, str], ...]:
+    """Seconds per second by a label, on average over the servers; `counter` has its `@`."""
+    return one(f"avg by ({by}) (rate({counter}{RATE}))", f"{{{{{by}}}}}")
+
+
 def ratio(part: str, whole: str, by: str = "model") -> tuple[tuple[str, str], ...]:
     """The rate of a counter over that of another one."""
     return one(
@@ -366,13 +371,11 @@ DASHBOARDS = (
                     ),
                     Panel(
                         "Time for drafting and verifying",
-                        one(
-                            "sum by (phase) (rate("
-                            f'charonia_step_phase_seconds_total@{{phase=~"draft|verify"}}{RATE}))',
-                            "{{phase}}",
+                        shares(
+                            'charonia_step_phase_seconds_total@{phase=~"draft|verify"}', "phase"
                         ),
                         "percentunit",
-                        "Share of the time.",
+                        "Share of the time, on average over the servers.",
                         kind="areas",
                     ),
                 ),
@@ -390,9 +393,10 @@ DASHBOARDS = (
                     Panel("Planning a step", quantiles("charonia_plan_seconds"), "s"),
                     Panel(
                         "Phases of steps",
-                        rates("charonia_step_phase_seconds_total", "phase"),
+                        shares("charonia_step_phase_seconds_total@", "phase"),
                         "percentunit",
-                        "Share of the time. A high `transit` means that the engine's answers wait.",
+                        "Share of the time, on average over the servers. A high `transit` means "
+                        "that the engine's answers wait.",
                         kind="areas",
                     ),
                     Panel(
@@ -410,9 +414,9 @@ DASHBOARDS = (
                     Panel("Bytes", rates("charonia_collective_bytes_total", "operation"), "binBps"),
                     Panel(
                         "Time",
-                        rates("charonia_collective_seconds_total", "operation"),
+                        shares("charonia_collective_seconds_total@", "operation"),
                         "percentunit",
-                        "Share of the time, waiting included.",
+                        "Share of the time, on average over the servers, waiting included.",
                     ),
                 ),
             ),

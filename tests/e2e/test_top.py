@@ -11,10 +11,13 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from rich.console import Console
 
 from charonia.launch.commands.cli import main
+from charonia.launch.commands.top import screen
 from charonia.launch.server.processes import ReservedPorts
 from charonia.launch.server.tritonserver import TritonServer
+from charonia.metrics.snapshot import Snapshot, Span
 from support.e2e import (
     endless_request,
     infer_grpc,
@@ -56,6 +59,32 @@ def test_one_screen_says_what_runs(
         shown = wait_for(look, lambda shown: not missing(shown))  # a busy machine may be silent
     assert missing(shown) == []
     wait_idle(server)
+
+
+def test_what_tenants_get_in_time_is_of_the_time_between_two_pages() -> None:
+    """Of 100 deadlines 90 were met before; of four since then, one."""
+
+    def page(met: int, missed: int) -> str:
+        return "".join(
+            f'charonia_{name}{{model="m",tenant="{tenant}"}} {value}\n'
+            for tenant in ("eager", "other")
+            for name, value in (
+                ("tenant_requests_running", 1),
+                ("deadline_met_total", met),
+                ("deadline_missed_total", missed),
+            )
+        )
+
+    def shown(before: str, after: str) -> str:
+        console = Console(file=io.StringIO(), width=120)
+        span = Span(Snapshot.of(before, 0.0), Snapshot.of(after, 10.0))
+        with console.capture() as capture:
+            console.print(screen("here:1", span, []))
+        (line,) = (line for line in capture.get().splitlines() if line.startswith("eager"))
+        return line.rstrip()
+
+    assert shown(page(90, 10), page(91, 13)).endswith(" 25 %")
+    assert shown(page(90, 10), page(90, 10)).endswith(" -")
 
 
 def test_it_goes_on_until_it_is_ended(server: TritonServer) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,9 +33,15 @@ def labels_of_gateway() -> dict[str, set[str]]:
 GATEWAY = labels_of_gateway()
 
 
-def queries(path: Path) -> Iterator[str]:
+def panels(path: Path) -> Iterator[dict[str, Any]]:
     for panel in json.loads(path.read_text(encoding="utf-8"))["panels"]:
-        for target in panel.get("targets", ()):
+        if panel["type"] != "row":
+            yield panel
+
+
+def queries(path: Path) -> Iterator[str]:
+    for panel in panels(path):
+        for target in panel["targets"]:
             yield target["expr"]
 
 
@@ -57,6 +64,14 @@ def test_what_a_dashboard_asks_for_is_there(path: Path) -> None:
         grouped = {label for by in re.findall(r"by \(([^)]*)\)", query) for label in by.split(", ")}
         for name, selector in names:
             assert grouped | set(re.findall(r"(\w+)=~?", selector)) <= labels(name), query
+
+
+@pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: str(path.stem))
+def test_a_share_does_not_grow_with_the_number_of_servers(path: Path) -> None:
+    for panel in panels(path):
+        if panel["fieldConfig"]["defaults"]["unit"] == "percentunit":
+            for target in panel["targets"]:
+                assert " / " in target["expr"] or target["expr"].startswith("avg"), panel["title"]
 
 
 def test_there_is_one_for_each_part() -> None:

@@ -22,6 +22,7 @@ from charonia.metrics.page_socket import (
 from charonia.sockets.channel import Channel
 from charonia.sockets.local import listen
 from support.e2e import wait_for
+from support.waiting import WAIT_S
 
 TRITON = b"# HELP nv_a Triton's.\n# TYPE nv_a counter\nnv_a 1\n"
 STATE = HistogramState((0.5, 1.0), [1, 1, 3], 7.25)
@@ -33,14 +34,18 @@ class Triton:
     def __init__(self) -> None:
         self.status = 200
         self.num_asked = 0
+        self.may_answer = threading.Event()
+        self.may_answer.set()
         triton = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 triton.num_asked += 1
-                self.send_response(triton.status)
-                self.end_headers()
-                self.wfile.write(TRITON)
+                triton.may_answer.wait(WAIT_S)
+                with contextlib.suppress(ConnectionError):
+                    self.send_response(triton.status)
+                    self.end_headers()
+                    self.wfile.write(TRITON)
 
             def log_message(self, *args: object) -> None:
                 pass
@@ -66,7 +71,8 @@ def triton() -> Iterator[Triton]:
 
 
 @pytest.fixture
-def page(tmp_path: Path, triton: Triton) -> Iterator[MergedPage]:
+def page(tmp_path: Path, triton: Triton, monkeypatch: pytest.MonkeyPatch) -> Iterator[MergedPage]:
+    monkeypatch.setattr(merged_page, "TRITON_S", WAIT_S)
     with contextlib.closing(MergedPage(tmp_path, lambda: triton.url)) as page:
         yield page
 
@@ -191,3 +197,16 @@ def test_without_triton_there_is_no_page(page: MergedPage, triton: Triton, tmp_p
             pytest.raises(NoPageError, match=reason),
         ):
             other.read()
+
+
+def test_a_triton_that_is_silent_is_given_up(
+    page: MergedPage, triton: Triton, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(merged_page, "SCHEDULERS_S", 0.1)
+    monkeypatch.setattr(merged_page, "TRITON_S", 0.1)
+    triton.may_answer.clear()
+    try:
+        with pytest.raises(NoPageError, match="cannot be read: timed out"):
+            page.read()
+    finally:
+        triton.may_answer.set()

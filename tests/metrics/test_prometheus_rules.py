@@ -7,12 +7,14 @@ import os
 import re
 import shutil
 import subprocess
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from charonia.metrics.merged_page import SCHEDULERS_S, TRITON_S
 from charonia.metrics.metric_table import BY_NAME
 
 FOLDER = Path(__file__).parents[2] / "docker" / "prometheus"
@@ -32,7 +34,7 @@ def test_what_a_rule_asks_for_is_there(rule: dict[str, Any]) -> None:
     names = set(re.findall(r"charonia[\w:]+", rule["expr"]))
     assert names or "up{" in rule["expr"]
     for name in names:
-        family = name.removesuffix("_bucket")
+        family = re.sub("_(bucket|count)$", "", name)
         assert name in RECORDED or family in BY_NAME, name
         if name != family:
             assert BY_NAME[family].kind == "histogram"
@@ -46,9 +48,37 @@ def test_every_alert_says_what_is_wrong_and_how_urgent_it_is() -> None:
         assert {"summary", "description"} == alert["annotations"].keys()
 
 
+def test_the_threshold_of_a_percentile_is_a_bound_of_its_buckets() -> None:
+    percentile = re.compile(r"charonia:(\w+):p\d+_5m > ([\d.]+)")
+    found = [one for alert in rules("alerts.yml") for one in percentile.findall(alert["expr"])]
+    assert found
+    for name, threshold in found:
+        assert float(threshold) in BY_NAME[f"charonia_{name}"].buckets
+
+
+def test_the_tests_of_rules_have_the_buckets_that_servers_have() -> None:
+    """One after the other; those above or below may be left out."""
+    bucket = re.compile(r"'(\w+)_bucket\{(.*), le=\"([\d.]+)\"\}'")
+    found = defaultdict(list)
+    for name, labels, bound in bucket.findall((FOLDER / "alerts_test.yml").read_text("utf-8")):
+        found[name, labels].append(float(bound))
+    assert found
+    for (name, _), bounds in found.items():
+        real = BY_NAME[name].buckets
+        first = real.index(bounds[0])
+        assert tuple(bounds) == real[first : first + len(bounds)]
+
+
 def test_every_alert_is_tested() -> None:
     tested = (FOLDER / "alerts_test.yml").read_text(encoding="utf-8")
     assert [a["alert"] for a in rules("alerts.yml") if a["alert"] not in tested] == []
+
+
+def test_a_page_comes_before_prometheus_gives_it_up() -> None:
+    """Otherwise a scheduler that hangs is taken for a server that is down."""
+    config = yaml.safe_load((FOLDER / "prometheus.yml").read_text(encoding="utf-8"))
+    timeout = config["global"]["scrape_timeout"]
+    assert float(timeout.removesuffix("s")) > SCHEDULERS_S + TRITON_S
 
 
 @pytest.mark.skipif(PROMTOOL is None, reason="needs promtool, on PATH or named by PROMTOOL")

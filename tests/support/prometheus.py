@@ -5,9 +5,9 @@ Owns that process and how it is asked. Must not know what is asked for.
 
 import contextlib
 import os
+import re
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,11 @@ from typing import Any
 import httpx
 import yaml
 
-from charonia.launch.server.processes import ReservedPorts
+from support.e2e import wait_for
 from support.waiting import WAIT_S
 
 CONFIGURATION = Path(__file__).parents[2] / "docker" / "prometheus" / "prometheus.yml"
+_ADDRESS = re.compile(r'msg="Listening on".* address=(\S+)\n')
 PROGRAM = os.environ.get("PROMETHEUS") or shutil.which("prometheus")
 
 
@@ -40,29 +41,31 @@ class Prometheus:
         ]
         path = folder / "prometheus.yml"
         path.write_text(yaml.safe_dump(config), encoding="utf-8")
-        with contextlib.closing(ReservedPorts("127.0.0.1", 1)) as ports:
-            address = f"127.0.0.1:{ports.ports[0]}"
-        self._log = (folder / "prometheus.log").open("w")
+        self._log_path = folder / "prometheus.log"
+        self._log = self._log_path.open("w")
         self._process = subprocess.Popen(
             [
                 PROGRAM,
                 f"--config.file={path}",
                 f"--storage.tsdb.path={folder / 'data'}",
-                f"--web.listen-address={address}",
+                "--web.listen-address=127.0.0.1:0",
             ],
             stderr=self._log,
         )
-        self._http = httpx.Client(base_url=f"http://{address}", timeout=WAIT_S)
-        self._wait_ready(folder)
+        self._http = httpx.Client(timeout=WAIT_S)
+        if not wait_for(self._is_ready, lambda ready: ready or self._process.poll() is not None):
+            self.close()
+            raise AssertionError(self._log_path.read_text(encoding="utf-8"))
 
-    def _wait_ready(self, folder: Path) -> None:
-        deadline = time.monotonic() + WAIT_S
-        while time.monotonic() < deadline and self._process.poll() is None:
-            with contextlib.suppress(httpx.TransportError):
-                if self._http.get("/-/ready").is_success:
-                    return
-            time.sleep(0.1)
-        raise AssertionError((folder / "prometheus.log").read_text())
+    def _is_ready(self) -> bool:
+        """Whether it answers; learns its address from the log."""
+        address = _ADDRESS.search(self._log_path.read_text(encoding="utf-8"))
+        if address is None:
+            return False
+        self._http.base_url = httpx.URL(f"http://{address[1]}")
+        with contextlib.suppress(httpx.TransportError):
+            return self._http.get("/-/ready").is_success
+        return False
 
     def query(self, expr: str) -> list[tuple[dict[str, str], float]]:
         """The labels and values that an expression has now."""

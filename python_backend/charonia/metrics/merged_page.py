@@ -7,6 +7,7 @@ server runs.
     tritonserver   read then, so that the page has everything counted before the request for it
 """
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -22,7 +23,11 @@ from charonia.metrics.page_socket import METRICS_SOCKET, SchedulerMetrics, ask_s
 
 SCHEDULERS_S = 1.0
 """Timeout for the schedulers' answers, all together. The page does without late ones."""
-TRITON_S = 2.0
+TRITON_S = 0.8
+"""Timeout for tritonserver's page, which also gets what the schedulers leave of theirs.
+
+Both together are less than the scrape_timeout of docker/prometheus/prometheus.yml. So the page
+comes and says who is down; without it the whole server would seem to be."""
 LABELS = ("model", "version")
 
 Place = tuple[str, str]
@@ -42,7 +47,7 @@ class MergedPage:
         self._triton_url = triton_url
         # tritonserver would wait at its end for connections that are kept alive.
         limits = httpx.Limits(max_keepalive_connections=0)
-        self._client = httpx.Client(timeout=TRITON_S, limits=limits, trust_env=False)
+        self._client = httpx.Client(limits=limits, trust_env=False)
 
     def read(self) -> bytes:
         """Return the page in Prometheus' text format 0.0.4. For one thread at a time.
@@ -54,9 +59,11 @@ class MergedPage:
         if url is None:
             raise NoPageError("tritonserver does not run")
         paths = sorted(self._repository.glob(f"*/*/{METRICS_SOCKET}"))
+        deadline = time.monotonic() + SCHEDULERS_S
         answers = ask_schedulers(paths, SCHEDULERS_S)
+        triton_s = TRITON_S + max(deadline - time.monotonic(), 0.0)
         try:
-            triton = self._client.get(url).raise_for_status().content
+            triton = self._client.get(url, timeout=triton_s).raise_for_status().content
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise NoPageError(f"tritonserver's metrics cannot be read: {error}") from None
         places = [(path.parts[-3], path.parts[-2]) for path in paths]

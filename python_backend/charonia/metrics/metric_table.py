@@ -44,6 +44,9 @@ OTHERS = "other"
 _PLAN_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01)
 _STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _REQUEST_SECONDS = (*_STEP_SECONDS, 30.0, 60.0, 120.0)
+# With the thresholds of docker/prometheus/alerts.yml: a quantile is exact only at a bound.
+_FIRST_TOKEN_SECONDS = tuple(sorted((*_REQUEST_SECONDS, 2.0)))
+_INTER_TOKEN_SECONDS = tuple(sorted((*_STEP_SECONDS, 0.2)))
 _TOKENS = tuple(float(2**power) for power in range(18))
 _COUNTS = (1.0, 2.0, 5.0, 10.0, 20.0)
 
@@ -147,13 +150,13 @@ METRICS = (
         name="charonia_time_to_first_token_seconds",
         kind="histogram",
         help="Time from a request's arrival to its first token.",
-        buckets=_REQUEST_SECONDS,
+        buckets=_FIRST_TOKEN_SECONDS,
     ),
     Metric(
         name="charonia_inter_token_seconds",
         kind="histogram",
         help="Time per token after a request's first, one observation per token.",
-        buckets=_STEP_SECONDS,
+        buckets=_INTER_TOKEN_SECONDS,
         place="page",
     ),
     Metric(
@@ -595,14 +598,14 @@ VLLM_METRICS = (
         name="vllm:time_to_first_token_seconds",
         kind="histogram",
         help="Time from a request's arrival to its first token.",
-        buckets=_REQUEST_SECONDS,
+        buckets=_FIRST_TOKEN_SECONDS,
         shows="charonia_time_to_first_token_seconds",
     ),
     Metric(
         name="vllm:inter_token_latency_seconds",
         kind="histogram",
         help="Time per token after a request's first, one observation per token.",
-        buckets=_STEP_SECONDS,
+        buckets=_INTER_TOKEN_SECONDS,
         place="page",
         shows="charonia_inter_token_seconds",
     ),
@@ -610,7 +613,7 @@ VLLM_METRICS = (
         name="vllm:time_per_output_token_seconds",
         kind="histogram",
         help="The same by the name that vLLM gave up.",
-        buckets=_STEP_SECONDS,
+        buckets=_INTER_TOKEN_SECONDS,
         place="page",
         shows="charonia_inter_token_seconds",
     ),

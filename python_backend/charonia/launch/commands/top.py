@@ -196,7 +196,7 @@ def _tenants(span: Span) -> Iterator[Row]:
     names = sorted(running, key=lambda name: (-tokens.get(name, 0.0), name))
     for name in names[:MAX_TENANTS]:
         met, missed = (
-            span.after.total(f"charonia_deadline_{one}_total", tenant=name) or 0.0
+            span.rise(f"charonia_deadline_{one}_total", tenant=name) or 0.0
             for one in ("met", "missed")
         )
         yield (
