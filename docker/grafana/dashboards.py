@@ -12,6 +12,9 @@ from pathlib import Path
 from grafana_foundation_sdk.builders import common, dashboard, prometheus, stat, timeseries
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.common import (
+    BigValueColorMode,
+    BigValueGraphMode,
+    BigValueTextMode,
     GraphGradientMode,
     LegendDisplayMode,
     LegendPlacement,
@@ -46,8 +49,14 @@ def selected(query: str, job: str) -> str:
 
 def of_panel(panel: Panel, job: str) -> "stat.Panel | timeseries.Panel":
     """Make a panel."""
-    if panel.kind == "value":
-        made: stat.Panel | timeseries.Panel = stat.Panel().height(VALUE_HEIGHT).span(VALUE_WIDTH)
+    is_stat = panel.kind in ("value", "names")
+    if is_stat:
+        number = stat.Panel().height(VALUE_HEIGHT).span(VALUE_WIDTH)
+        last = common.ReduceDataOptions().calcs(["lastNotNull"])
+        mode = BigValueTextMode.NAME if panel.kind == "names" else BigValueTextMode.VALUE
+        number = number.reduce_options(last).text_mode(mode)
+        number = number.color_mode(BigValueColorMode.NONE).graph_mode(BigValueGraphMode.NONE)
+        made: stat.Panel | timeseries.Panel = number
     else:
         legend = (
             common.VizLegendOptions()
@@ -67,7 +76,7 @@ def of_panel(panel: Panel, job: str) -> "stat.Panel | timeseries.Panel":
     for number, (query, legend_text) in enumerate(panel.queries):
         target = prometheus.Dataquery().expr(selected(query, job)).ref_id(chr(ord("A") + number))
         target = target.legend_format(legend_text)
-        made = made.with_target(target.instant() if panel.kind == "value" else target.range())
+        made = made.with_target(target.instant() if is_stat else target.range())
     return made
 
 

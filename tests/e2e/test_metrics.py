@@ -20,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from charonia.launch.commands.health import examine
 from charonia.launch.server.tritonserver import TritonServer
+from charonia.metrics.metric_table import ENGINE_STATES
 from charonia.supervision.process_table import is_stopped
 from support.e2e import (
     ENDLESS,
@@ -130,6 +131,7 @@ VLLM_COUNTERS = (
     "spec_decode_num_draft_tokens_total",
     "spec_decode_num_accepted_tokens_total",
 )
+    "engine_state": ("state", set(ENGINE_STATES)),
 VLLM_GAUGES = (
     "num_requests_running",
     "num_requests_waiting",

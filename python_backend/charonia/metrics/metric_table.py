@@ -32,6 +32,20 @@ step_failed: a step raised, and the engine lives. died: its process ended or hun
 hung: it lives, but a step passed its deadline or a question was not answered.
 load_failed: it cannot be loaded, or not in time; counted at every try."""
 
+ENGINE_STATES = (
+    "starting",
+    "serving",
+    "checking",
+    "replacing",
+    "down",
+    "reloading",
+    "restoring",
+    "unloaded",
+    "missed",
+    "stopped",
+)
+"""States of the engine, those of `core/replica/transitions.py`; steps run in `serving` only."""
+
 CACHED = ("exact", "joined", "semantic")
 """How a request is answered without being computed, as in `cached` of its timing."""
 
@@ -119,6 +133,13 @@ MAX_ROWS = Metric(
     help="Maximum of concurrent requests, as set or as chosen by max_num_seqs auto.",
 )
 TRITON_BLOCKS = Metric(
+ENGINE_STATE = Metric(
+    name="charonia_engine_state",
+    kind="gauge",
+    help="Whether this is the engine's present state.",
+    label="state",
+    values=ENGINE_STATES,
+)
     name="nv_trt_llm_kv_cache_block_metrics",
     kind="gauge",
     help="Blocks of the KV cache, tokens per block, and the share in use, by TensorRT-LLM's words.",
@@ -364,6 +385,7 @@ METRICS = (
         help="Engines that replaced a lost one.",
     ),
     Metric(
+    ENGINE_STATE,
         name="charonia_engine_reloads_total",
         kind="counter",
         help="Engines that replaced another one by an operator's order.",
