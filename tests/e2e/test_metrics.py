@@ -50,9 +50,33 @@ from support.supervised import ALLOWED_S
 REQUEST_HISTOGRAMS = ("queue_seconds", "time_to_first_token_seconds", "request_seconds")
 STEP_HISTOGRAMS = ("inter_token_seconds", "step_seconds", "plan_seconds")
 HISTOGRAMS = (*REQUEST_HISTOGRAMS, *STEP_HISTOGRAMS, "recovery_seconds")
+OPERATIONS = ("operation", {"all_reduce", "all_gather", "broadcast", "reduce_scatter"})
 COUNTERS = {
     "prompt_tokens_total": ("source", {"computed", "cached"}),
-    "finished_total": ("reason", {"stop", "length"}),
+    "finished_total": (
+        "reason",
+        {
+            "stop",
+            "length",
+            "internal",
+            "invalid_request",
+            "prompt_too_long",
+            "not_supported",
+            "unavailable",
+            "queue_full",
+            "rate_limited",
+            "overloaded",
+            "engine_down",
+            "shutting_down",
+            "timeout",
+            "late",
+            "cancelled",
+            "quarantined",
+        },
+    ),
+    "collective_calls_total": OPERATIONS,
+    "collective_bytes_total": OPERATIONS,
+    "collective_seconds_total": OPERATIONS,
     "step_phase_seconds_total": ("phase", {"deliver", "transit", "apply", "draft", "verify"}),
     "rejections_total": (
         "reason",
@@ -107,6 +131,7 @@ GAUGES = {
     "requests_running": None,
     "requests_waiting": None,
     "engine_up": None,
+    "engine_state": ("state", set(ENGINE_STATES)),
     "draft_depth": None,
     "degradation_level": None,
     "max_rows": None,
@@ -131,7 +156,6 @@ VLLM_COUNTERS = (
     "spec_decode_num_draft_tokens_total",
     "spec_decode_num_accepted_tokens_total",
 )
-    "engine_state": ("state", set(ENGINE_STATES)),
 VLLM_GAUGES = (
     "num_requests_running",
     "num_requests_waiting",

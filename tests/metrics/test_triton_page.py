@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from charonia.metrics.metric_table import BY_NAME
+from charonia.metrics.metric_table import BY_NAME, METRICS
 from charonia.metrics.metrics import Metrics
 from charonia.metrics.triton_page import MetricsExporter
 
@@ -138,6 +138,20 @@ def test_counters_and_gauges_follow_and_only_changes_are_sent() -> None:
     assert registry.value("charonia_kv_blocks", "used") == 7
     labels = registry.made["charonia_rejections_total", ("queue_full",)].labels
     assert labels == {"model": "scheduler", "version": "1", "reason": "queue_full"}
+
+
+def test_every_counter_whose_labels_are_known_is_there_at_zero_from_the_start() -> None:
+    registry, _ = make(Metrics())
+    counters = [metric for metric in METRICS if metric.kind == "counter"]
+    assert {metric.name for metric in counters if not metric.values and metric.label} == {
+        "charonia_drafted_at_position_total",
+        "charonia_accepted_at_position_total",
+    }
+    for metric in counters:
+        if metric.values or not metric.label:
+            own = {labels for name, labels in registry.made if name == metric.name}
+            assert own == ({(value,) for value in metric.values} or {()}), metric.name
+            assert all(registry.value(metric.name, *labels) == 0 for labels in own)
 
 
 def test_a_gauge_is_set_again_and_again_because_an_older_scheduler_may_have_ended() -> None:

@@ -16,14 +16,15 @@ import yaml
 
 from charonia.launch.server.run import running_server
 from charonia.launch.server.tritonserver import TritonServer
+from charonia.metrics.metric_table import ENDS
 from charonia_client import Client, RetryPolicy
 from charonia_client.errors import CharoniaClientError
 from support.e2e import endless_request, one_torch_thread, scrape, wait_for
 from support.faults import held_loads, make_faulty_repository, paced
 from support.prometheus import CONFIGURATION, Prometheus, running_prometheus
-
 from support.serving import CHARONIA
 from support.waiting import WAIT_S
+
 pytestmark = [pytest.mark.observe, pytest.mark.timeout(1200)]
 
 OUTAGE_S = 10.0
@@ -131,8 +132,10 @@ def wait_restarts(server: TritonServer, number: int) -> None:
 
 def test_outages_and_what_waits_for_their_end(tmp_path: Path, model: Path) -> None:
     with watched(tmp_path, model) as (server, prometheus):
+        finished = wait_for(lambda: prometheus.query("charonia_finished_total"), bool)
+        assert {labels["reason"]: value for labels, value in finished} == dict.fromkeys(ENDS, 0.0)
         with endless_request(server):
-            wait_for(lambda: prometheus.query("charonia_generation_tokens_total"), bool)
+            wait_for(lambda: prometheus.query("charonia_generation_tokens_total > 0"), bool)
             assert prometheus.firing() == set()
             with held_loads(server.repository):
                 (engine,) = server.pids("engine")
@@ -158,9 +161,6 @@ def test_outages_and_what_waits_for_their_end(tmp_path: Path, model: Path) -> No
         note(prometheus, "CharoniaScrapeDown", timeout=OUTAGE_S)
 
 
-def test_a_service_that_is_slow_or_refuses(tmp_path: Path, model: Path) -> None:
-    tenants = tmp_path / "tenants.json"
-    tenants.write_text(json.dumps(TENANTS), encoding="utf-8")
 def test_a_reload_is_no_outage_unless_it_does_not_end(tmp_path: Path, model: Path) -> None:
     with watched(tmp_path, model) as (server, prometheus), contextlib.ExitStack() as stack:
         with held_loads(server.repository):
@@ -176,6 +176,9 @@ def test_a_reload_is_no_outage_unless_it_does_not_end(tmp_path: Path, model: Pat
         assert wait_for(prometheus.firing, lambda names: not names) == set()
 
 
+def test_a_service_that_is_slow_or_refuses(tmp_path: Path, model: Path) -> None:
+    tenants = tmp_path / "tenants.json"
+    tenants.write_text(json.dumps(TENANTS), encoding="utf-8")
     speculation = {
         "method": "ngram",
         "num_speculative_tokens": 3,

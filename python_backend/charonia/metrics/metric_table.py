@@ -49,6 +49,12 @@ ENGINE_STATES = (
 CACHED = ("exact", "joined", "semantic")
 """How a request is answered without being computed, as in `cached` of its timing."""
 
+ENDS = ("stop", "length", *KINDS)
+"""How an accepted request ends: a finish reason, or the kind of its error."""
+
+OPERATIONS = ("all_reduce", "all_gather", "broadcast", "reduce_scatter")
+"""Collective operations of ranks."""
+
 UNAVAILABLE = tuple(kind for kind, error in KINDS.items() if issubclass(error, UnavailableError))
 """Why a valid request is refused."""
 
@@ -127,12 +133,6 @@ REQUESTS_WAITING = Metric(
     kind="gauge",
     help="Requests that wait for a row or for an engine.",
 )
-MAX_ROWS = Metric(
-    name="charonia_max_rows",
-    kind="gauge",
-    help="Maximum of concurrent requests, as set or as chosen by max_num_seqs auto.",
-)
-TRITON_BLOCKS = Metric(
 ENGINE_STATE = Metric(
     name="charonia_engine_state",
     kind="gauge",
@@ -140,6 +140,12 @@ ENGINE_STATE = Metric(
     label="state",
     values=ENGINE_STATES,
 )
+MAX_ROWS = Metric(
+    name="charonia_max_rows",
+    kind="gauge",
+    help="Maximum of concurrent requests, as set or as chosen by max_num_seqs auto.",
+)
+TRITON_BLOCKS = Metric(
     name="nv_trt_llm_kv_cache_block_metrics",
     kind="gauge",
     help="Blocks of the KV cache, tokens per block, and the share in use, by TensorRT-LLM's words.",
@@ -200,7 +206,7 @@ METRICS = (
         kind="counter",
         help="Finished requests by finish reason or kind of error.",
         label="reason",
-        values=("stop", "length"),
+        values=ENDS,
     ),
     Metric(
         name="charonia_rejections_total",
@@ -379,13 +385,13 @@ METRICS = (
         kind="gauge",
         help="Whether there is an engine that can run steps.",
     ),
+    ENGINE_STATE,
     Metric(
         name="charonia_engine_restarts_total",
         kind="counter",
         help="Engines that replaced a lost one.",
     ),
     Metric(
-    ENGINE_STATE,
         name="charonia_engine_reloads_total",
         kind="counter",
         help="Engines that replaced another one by an operator's order.",
@@ -418,18 +424,21 @@ METRICS = (
         kind="counter",
         help="Collective operations of the engine's first rank, by operation.",
         label="operation",
+        values=OPERATIONS,
     ),
     Metric(
         name="charonia_collective_bytes_total",
         kind="counter",
         help="Bytes that the engine's first rank gave to collective operations, by operation.",
         label="operation",
+        values=OPERATIONS,
     ),
     Metric(
         name="charonia_collective_seconds_total",
         kind="counter",
         help="Time that the engine's first rank spent in collective operations, waiting included.",
         label="operation",
+        values=OPERATIONS,
     ),
     Metric(
         name="charonia_tenant_requests_running",
