@@ -589,6 +589,9 @@ def test_vllms_names_add_up_as_well(narrow_server: TritonServer) -> None:
     expected |= {f"vllm:{name}": "gauge" for name in VLLM_GAUGES}
     expected |= {f"vllm:{name}": "histogram" for name in VLLM_HISTOGRAMS}
     assert {name: kind for name, kind in found.items() if name.startswith("vllm:")} == expected
+    for name, all_labels in labels(server, "vllm:").items():
+        for one in all_labels:
+            assert (one["model_name"], one["engine"]) == (one["model"], "0"), name
     watched = Watched(server)
     for _ in range(3):
         infer_grpc(server, request_inputs([7] * 20, {"max_tokens": 5, "ignore_eos": True}))

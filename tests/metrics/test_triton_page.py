@@ -10,6 +10,9 @@ from charonia.metrics.metric_table import BY_NAME, METRICS
 from charonia.metrics.metrics import Metrics
 from charonia.metrics.triton_page import MetricsExporter
 
+SHARED = ("model", "version", "model_name", "engine")
+"""Labels that are not a series' own."""
+
 
 class Series:
     """As `pb_utils.MetricFamily.Metric`."""
@@ -54,7 +57,7 @@ class Registry:
                 weakref.finalize(self, give_back).atexit = False
 
             def Metric(self, labels: dict[str, str], buckets: Any = None) -> Series:
-                own = tuple(v for k, v in labels.items() if k not in ("model", "version"))
+                own = tuple(v for k, v in labels.items() if k not in SHARED)
                 assert (self.name, own) not in made
                 made[self.name, own] = Series(labels, buckets)
                 weakref.finalize(made[self.name, own], give_back).atexit = False
@@ -284,6 +287,16 @@ def test_gauges_are_shown_by_vllms_names_too() -> None:
     assert plain.infos() == {}
     empty, _ = make(Metrics(), with_vllm_names=True)
     assert empty.value("vllm:kv_cache_usage_perc") == 0
+
+
+def test_vllms_names_have_the_labels_by_which_vllms_dashboards_select() -> None:
+    registry, _ = make(Metrics(gauges=dict(GAUGES)), with_vllm_names=True)
+    shared = {"model": "scheduler", "version": "1"}
+    theirs = {**shared, "model_name": "scheduler", "engine": "0"}
+    assert registry.made["charonia_requests_running", ()].labels == shared
+    assert registry.made["vllm:num_requests_running", ()].labels == theirs
+    success = registry.made["vllm:request_success_total", ("stop",)].labels
+    assert success == theirs | {"finished_reason": "stop"}
 
 
 def test_vllms_names_come_on_request() -> None:

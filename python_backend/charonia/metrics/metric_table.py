@@ -9,6 +9,7 @@ table of model_repository/README.md. The page then shows it. The gateway's metri
 `gateway/observing.py`.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -71,6 +72,8 @@ _COUNTS = (1.0, 2.0, 5.0, 10.0, 20.0)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
     """One family. Its series have the labels `model` and `version`, and at most one more.
+
+    Series under vLLM's names also have `model_name` and `engine`, see `labels_of`.
 
     Attributes:
         help: its meaning, in one sentence.
@@ -677,3 +680,17 @@ VLLM_METRICS = (
 """Metrics under vLLM's names, with the scheduler's REPORT_CUSTOM_METRICS."""
 
 BY_NAME = {metric.name: metric for metric in (*METRICS, *VLLM_METRICS)}
+
+
+def labels_of(metric: Metric, labels: Mapping[str, str]) -> dict[str, str]:
+    """The labels that all series of a metric have.
+
+    vLLM's dashboards select by the name of the model and the number of its engine, so series under
+    vLLM's names have these, too. There is one engine, number 0.
+
+    Args:
+        labels: `model`, the name of the scheduler's model, and `version`.
+    """
+    if not metric.name.startswith("vllm:"):
+        return dict(labels)
+    return {**labels, "model_name": labels["model"], "engine": "0"}
