@@ -27,6 +27,9 @@ class Prometheus:
 
     Args:
         folder: for its files. targets: `host:port` by job.
+
+    Attributes:
+        url: where it answers.
     """
 
     def __init__(self, folder: Path, targets: Mapping[str, Sequence[str]]) -> None:
@@ -52,7 +55,8 @@ class Prometheus:
             ],
             stderr=self._log,
         )
-        self._http = httpx.Client(base_url=f"http://{address}", timeout=WAIT_S)
+        self.url = f"http://{address}"
+        self._http = httpx.Client(base_url=self.url, timeout=WAIT_S)
         self._wait_ready(folder)
 
     def _wait_ready(self, folder: Path) -> None:
