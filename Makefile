@@ -23,7 +23,7 @@ MIN_GLIBC_MINOR := 35
 # A process that dies ends the run: its tests would run again, and xdist may wait for ever.
 TESTS := $(BIN)/python tests/run.py --numprocesses 3 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder --durations 20 --durations-min 8
 
-.PHONY: help setup demo serve test test-long test-page observe-test gateway-clients gateway-fuzz dashboards check interface bench bench-peers bench-speculation bench-overlap bench-observing bench-attention bench-front bench-prompt bench-control bench-stall bench-flood bench-simulator bench-policies bench-cache bench-prefix bench-samples bench-kv bench-parallel bench-faults bench-endurance bench-gateway bench-hostile clean
+.PHONY: help setup demo serve test test-long test-page observe-test gateway-clients gateway-fuzz dashboards dashboards-picture check interface bench bench-peers bench-speculation bench-overlap bench-observing bench-attention bench-front bench-prompt bench-control bench-stall bench-flood bench-simulator bench-policies bench-cache bench-prefix bench-samples bench-kv bench-parallel bench-faults bench-endurance bench-metrics bench-gateway bench-hostile clean
 
 help:
 	@echo "make setup   create $(VENV) with everything (pinned by constraints.txt)"
@@ -34,6 +34,7 @@ help:
 	@echo "make test-page   the gateway's page in a real Chromium; arguments for pytest in ARGS"
 	@echo "make observe-test   dashboards and alerts in a real Prometheus; needs prometheus; arguments for pytest in ARGS"
 	@echo "make dashboards   write docker/grafana/dashboards"
+	@echo "make dashboards-picture   draw them in front of a server under load; needs prometheus; ARGS=\"--output FOLDER\""
 	@echo "make gateway-clients   official clients against a real gateway, recorded; needs node 20 and npm; arguments in ARGS"
 	@echo "make gateway-fuzz   schemathesis against a real gateway, recorded; arguments in ARGS"
 	@echo "make check   formatting, lint, types, import rules"
@@ -57,6 +58,7 @@ help:
 	@echo "make bench-parallel   measure what a second rank is worth; arguments in ARGS"
 	@echo "make bench-faults   break the server 300 times while clients call, and judge what they got; arguments in ARGS"
 	@echo "make bench-endurance   stop a server 100 times and load its models 100 times, and judge each; arguments in ARGS"
+	@echo "make bench-metrics   measure what metrics cost a step; arguments in ARGS"
 	@echo "make bench-gateway   measure what the gateway costs beside gRPC; arguments in ARGS"
 	@echo "make bench-hostile   attack the server beside a neighbour, and judge what that one noticed; arguments in ARGS"
 	@echo "make clean   remove caches and build output; $(VENV) stays"
@@ -113,6 +115,10 @@ observe-test: $(KERNELS)
 
 dashboards: $(STAMP)
 	$(BIN)/python docker/grafana/dashboards.py
+
+# PROMETHEUS=... names another program than that on PATH.
+dashboards-picture: $(KERNELS)
+	@$(BIN)/python loadtests/dashboards_picture.py $(ARGS)
 
 # An environment of its own, which also sees the packages of $(VENV).
 define make_environment
@@ -209,6 +215,9 @@ bench-faults: $(KERNELS)
 
 bench-endurance: $(KERNELS)
 	@$(BIN)/python loadtests/endurance_run.py $(ARGS)
+
+bench-metrics: $(KERNELS)
+	@$(BIN)/python loadtests/metrics_bench.py $(ARGS)
 
 bench-gateway: $(KERNELS)
 	@$(BIN)/python loadtests/gateway_bench.py $(ARGS)

@@ -12,6 +12,9 @@ from pathlib import Path
 from grafana_foundation_sdk.builders import common, dashboard, prometheus, stat, timeseries
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.common import (
+    BigValueColorMode,
+    BigValueGraphMode,
+    BigValueTextMode,
     GraphGradientMode,
     LegendDisplayMode,
     LegendPlacement,
@@ -21,6 +24,8 @@ from grafana_foundation_sdk.models.common import (
 from grafana_foundation_sdk.models.dashboard import (
     DashboardCursorSync,
     DataSourceRef,
+    DynamicConfigValue,
+    MatcherConfig,
     VariableRefresh,
     VariableSort,
 )
@@ -28,7 +33,10 @@ from panels import DASHBOARDS, Dashboard, Panel
 
 FOLDER = Path(__file__).parent / "dashboards"
 SOURCE = DataSourceRef(type_val="prometheus", uid="$datasource")
-HEIGHT, WIDTH, VALUE_HEIGHT, VALUE_WIDTH = 8, 8, 4, 4
+HEIGHT, VALUE_HEIGHT, VALUE_WIDTH = 8, 4, 4
+ALWAYS_ZERO = MatcherConfig("byValue", {"reducer": "allIsZero", "op": "gte", "value": 0})
+"""Series that stay at 0, such as those of errors that do not happen."""
+UNNAMED = DynamicConfigValue("custom.hideFrom", {"legend": True, "tooltip": True, "viz": False})
 _SELECTOR = re.compile(r"@(?:\{([^}]*)\})?")
 
 
@@ -44,10 +52,20 @@ def selected(query: str, job: str) -> str:
     return _SELECTOR.sub(selector, query)
 
 
-def of_panel(panel: Panel, job: str) -> "stat.Panel | timeseries.Panel":
-    """Make a panel."""
-    if panel.kind == "value":
-        made: stat.Panel | timeseries.Panel = stat.Panel().height(VALUE_HEIGHT).span(VALUE_WIDTH)
+def of_panel(panel: Panel, job: str, width: int) -> "stat.Panel | timeseries.Panel":
+    """Make a panel.
+
+    Args:
+        width: of a panel that shows more than a value, in columns of Grafana's 24.
+    """
+    is_stat = panel.kind in ("value", "names")
+    if is_stat:
+        number = stat.Panel().height(VALUE_HEIGHT).span(VALUE_WIDTH)
+        last = common.ReduceDataOptions().calcs(["lastNotNull"])
+        mode = BigValueTextMode.NAME if panel.kind == "names" else BigValueTextMode.VALUE
+        number = number.reduce_options(last).text_mode(mode)
+        number = number.color_mode(BigValueColorMode.NONE).graph_mode(BigValueGraphMode.NONE)
+        made: stat.Panel | timeseries.Panel = number
     else:
         legend = (
             common.VizLegendOptions()
@@ -55,8 +73,9 @@ def of_panel(panel: Panel, job: str) -> "stat.Panel | timeseries.Panel":
             .placement(LegendPlacement.BOTTOM)
             .show_legend(True)
         )
-        lines = timeseries.Panel().height(HEIGHT).span(WIDTH).legend(legend).min(0)
+        lines = timeseries.Panel().height(HEIGHT).span(width).legend(legend).min(0)
         lines = lines.show_points(VisibilityMode.NEVER).fill_opacity(8)
+        lines = lines.with_override(ALWAYS_ZERO, [UNNAMED])
         if panel.kind == "areas":
             lines = lines.fill_opacity(40).gradient_mode(GraphGradientMode.NONE)
             lines = lines.stacking(common.StackingConfig().mode(StackingMode.NORMAL))
@@ -67,7 +86,7 @@ def of_panel(panel: Panel, job: str) -> "stat.Panel | timeseries.Panel":
     for number, (query, legend_text) in enumerate(panel.queries):
         target = prometheus.Dataquery().expr(selected(query, job)).ref_id(chr(ord("A") + number))
         target = target.legend_format(legend_text)
-        made = made.with_target(target.instant() if panel.kind == "value" else target.range())
+        made = made.with_target(target.instant() if is_stat else target.range())
     return made
 
 
@@ -101,8 +120,9 @@ def of_dashboard(wanted: Dashboard) -> str:
     numbers = itertools.count(1)
     for row in wanted.rows:
         made = made.with_row(dashboard.Row(row.title).id(next(numbers)))
+        width = 6 if len(row.panels) == 4 else 8
         for panel in row.panels:
-            made = made.with_panel(of_panel(panel, wanted.job).id(next(numbers)))
+            made = made.with_panel(of_panel(panel, wanted.job, width).id(next(numbers)))
     return JSONEncoder(sort_keys=True, indent=1).encode(made.build()) + "\n"
 
 

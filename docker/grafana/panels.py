@@ -19,14 +19,14 @@ class Panel:
     Attributes:
         queries: each with its legend; labels in it as `{{model}}`.
         unit: Grafana's name of it. help: what to make of the panel.
-        kind: a line over time, stacked areas, or the last value alone.
+        kind: a line over time, stacked areas, the last value alone, or the legends alone.
     """
 
     title: str
     queries: tuple[tuple[str, str], ...]
     unit: str = "short"
     help: str = ""
-    kind: Literal["lines", "areas", "value"] = "lines"
+    kind: Literal["lines", "areas", "value", "names"] = "lines"
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,12 @@ HIT_RATE = Panel(
     "percentunit",
     "Share of the prompts' tokens that need not be computed.",
 )
+STATE = Panel(
+    "State of the engine",
+    one("sum by (state) (charonia_engine_state@)", "{{state}}"),
+    help="Steps run while it is serving. An operator has ordered what is reloading.",
+    kind="areas",
+)
 FAILURES = Panel(
     "Failures of the engine",
     rates("charonia_engine_failures_total", "kind"),
@@ -128,7 +134,11 @@ DASHBOARDS = (
             Row(
                 "Now",
                 (
-                    Panel("Engine", one("min(charonia_engine_up@)", ""), kind="value"),
+                    Panel(
+                        "Engine",
+                        one("count by (state) (charonia_engine_state@ == 1)", "{{state}}"),
+                        kind="names",
+                    ),
                     Panel(
                         "Tokens per second",
                         one(f"sum(rate(charonia_generation_tokens_total@{RATE}))", ""),
@@ -389,6 +399,7 @@ DASHBOARDS = (
             Row(
                 "Steps",
                 (
+                    STATE,
                     Panel("Computing a step", quantiles("charonia_step_seconds"), "s"),
                     Panel("Planning a step", quantiles("charonia_plan_seconds"), "s"),
                     Panel(
@@ -436,6 +447,7 @@ DASHBOARDS = (
                             ("min by (model) (charonia_engine_up@)", "engine {{model}}"),
                         ),
                     ),
+                    STATE,
                     FAILURES,
                     Panel(
                         "Replaced engines",

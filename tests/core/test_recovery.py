@@ -18,6 +18,7 @@ from charonia.errors import (
     EngineUnloadedError,
     ServerStoppingError,
 )
+from charonia.metrics.metric_table import ENGINE_STATES
 from charonia.metrics.metrics import Metrics
 from support.echo import EchoExecutor
 
@@ -85,6 +86,16 @@ def test_what_happens_leads_where_the_table_says_or_is_refused(state, happened):
         with pytest.raises(IllegalTransitionError, match=f"{happened.name} in state {state.name}"):
             HAPPENINGS[happened](recovery)
         assert recovery.state is state
+
+
+def test_metrics_show_every_state_and_that_one_is_present():
+    assert [state.name.lower() for state in State] == list(ENGINE_STATES)
+    for state in State:
+        gauges = in_state(state)._metrics.gauges
+        assert gauges.keys() == {("charonia_engine_state", name) for name in ENGINE_STATES}
+        for name in ENGINE_STATES:
+            is_present = name == state.name.lower()
+            assert gauges["charonia_engine_state", name] == is_present, (state, name)
 
 
 @pytest.mark.parametrize("state", State, ids=lambda one: one.name)

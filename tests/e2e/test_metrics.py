@@ -20,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from charonia.launch.commands.health import examine
 from charonia.launch.server.tritonserver import TritonServer
+from charonia.metrics.metric_table import ENGINE_STATES
 from charonia.supervision.process_table import is_stopped
 from support.e2e import (
     ENDLESS,
@@ -49,9 +50,33 @@ from support.supervised import ALLOWED_S
 REQUEST_HISTOGRAMS = ("queue_seconds", "time_to_first_token_seconds", "request_seconds")
 STEP_HISTOGRAMS = ("inter_token_seconds", "step_seconds", "plan_seconds")
 HISTOGRAMS = (*REQUEST_HISTOGRAMS, *STEP_HISTOGRAMS, "recovery_seconds")
+OPERATIONS = ("operation", {"all_reduce", "all_gather", "broadcast", "reduce_scatter"})
 COUNTERS = {
     "prompt_tokens_total": ("source", {"computed", "cached"}),
-    "finished_total": ("reason", {"stop", "length"}),
+    "finished_total": (
+        "reason",
+        {
+            "stop",
+            "length",
+            "internal",
+            "invalid_request",
+            "prompt_too_long",
+            "not_supported",
+            "unavailable",
+            "queue_full",
+            "rate_limited",
+            "overloaded",
+            "engine_down",
+            "shutting_down",
+            "timeout",
+            "late",
+            "cancelled",
+            "quarantined",
+        },
+    ),
+    "collective_calls_total": OPERATIONS,
+    "collective_bytes_total": OPERATIONS,
+    "collective_seconds_total": OPERATIONS,
     "step_phase_seconds_total": ("phase", {"deliver", "transit", "apply", "draft", "verify"}),
     "rejections_total": (
         "reason",
@@ -107,6 +132,7 @@ GAUGES = {
     "requests_running": None,
     "requests_waiting": None,
     "engine_up": None,
+    "engine_state": ("state", set(ENGINE_STATES)),
     "draft_depth": None,
     "degradation_level": None,
     "max_rows": None,
@@ -564,6 +590,9 @@ def test_vllms_names_add_up_as_well(narrow_server: TritonServer) -> None:
     expected |= {f"vllm:{name}": "gauge" for name in VLLM_GAUGES}
     expected |= {f"vllm:{name}": "histogram" for name in VLLM_HISTOGRAMS}
     assert {name: kind for name, kind in found.items() if name.startswith("vllm:")} == expected
+    for name, all_labels in labels(server, "vllm:").items():
+        for one in all_labels:
+            assert (one["model_name"], one["engine"]) == (one["model"], "0"), name
     watched = Watched(server)
     for _ in range(3):
         infer_grpc(server, request_inputs([7] * 20, {"max_tokens": 5, "ignore_eos": True}))

@@ -134,9 +134,21 @@ def test_what_a_metric_says_by_its_labels_is_said_of_each_scheduler_that_has_it(
     add_scheduler("one", lambda: SchedulerMetrics({}, infos))
     add_scheduler("two", lambda: SchedulerMetrics({}))
     read = page.read().decode()
-    labels = 'block_size="16",model="one",num_gpu_blocks="99",version="1"'
+    labels = (
+        'block_size="16",engine="0",model="one",model_name="one",num_gpu_blocks="99",version="1"'
+    )
     assert f"vllm:cache_config_info{{{labels}}} 1.0\n" in read
     assert read.count("vllm:cache_config_info{") == 1
+
+
+def test_vllms_names_have_the_labels_by_which_vllms_dashboards_select(
+    page: MergedPage, add_scheduler: Callable[..., None]
+) -> None:
+    ours, theirs = "charonia_inter_token_seconds", "vllm:inter_token_latency_seconds"
+    add_scheduler("one", lambda: SchedulerMetrics({ours: STATE, theirs: STATE}))
+    read = page.read().decode()
+    assert f'{ours}_count{{model="one",version="1"}} 3.0\n' in read
+    assert f'{theirs}_sum{{engine="0",model="one",model_name="one",version="1"}} 7.25\n' in read
 
 
 def test_a_scheduler_is_asked_before_triton_whose_page_it_brings_up_to_date(

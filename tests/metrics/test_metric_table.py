@@ -16,6 +16,7 @@ EVERY = pytest.mark.parametrize(
 NO_UNIT = {  # what they count is in their name
     "charonia_scheduler_up",
     "charonia_engine_up",
+    "charonia_engine_state",
     "charonia_requests_running",
     "charonia_requests_waiting",
     "charonia_tenant_requests_running",

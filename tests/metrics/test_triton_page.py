@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 
-from charonia.metrics.metric_table import BY_NAME
+from charonia.metrics.metric_table import BY_NAME, METRICS
 from charonia.metrics.metrics import Metrics
 from charonia.metrics.triton_page import MetricsExporter
+
+SHARED = ("model", "version", "model_name", "engine")
+"""Labels that are not a series' own."""
 
 
 class Series:
@@ -54,7 +57,7 @@ class Registry:
                 weakref.finalize(self, give_back).atexit = False
 
             def Metric(self, labels: dict[str, str], buckets: Any = None) -> Series:
-                own = tuple(v for k, v in labels.items() if k not in ("model", "version"))
+                own = tuple(v for k, v in labels.items() if k not in SHARED)
                 assert (self.name, own) not in made
                 made[self.name, own] = Series(labels, buckets)
                 weakref.finalize(made[self.name, own], give_back).atexit = False
@@ -138,6 +141,20 @@ def test_counters_and_gauges_follow_and_only_changes_are_sent() -> None:
     assert registry.value("charonia_kv_blocks", "used") == 7
     labels = registry.made["charonia_rejections_total", ("queue_full",)].labels
     assert labels == {"model": "scheduler", "version": "1", "reason": "queue_full"}
+
+
+def test_every_counter_whose_labels_are_known_is_there_at_zero_from_the_start() -> None:
+    registry, _ = make(Metrics())
+    counters = [metric for metric in METRICS if metric.kind == "counter"]
+    assert {metric.name for metric in counters if not metric.values and metric.label} == {
+        "charonia_drafted_at_position_total",
+        "charonia_accepted_at_position_total",
+    }
+    for metric in counters:
+        if metric.values or not metric.label:
+            own = {labels for name, labels in registry.made if name == metric.name}
+            assert own == ({(value,) for value in metric.values} or {()}), metric.name
+            assert all(registry.value(metric.name, *labels) == 0 for labels in own)
 
 
 def test_a_gauge_is_set_again_and_again_because_an_older_scheduler_may_have_ended() -> None:
@@ -270,6 +287,16 @@ def test_gauges_are_shown_by_vllms_names_too() -> None:
     assert plain.infos() == {}
     empty, _ = make(Metrics(), with_vllm_names=True)
     assert empty.value("vllm:kv_cache_usage_perc") == 0
+
+
+def test_vllms_names_have_the_labels_by_which_vllms_dashboards_select() -> None:
+    registry, _ = make(Metrics(gauges=dict(GAUGES)), with_vllm_names=True)
+    shared = {"model": "scheduler", "version": "1"}
+    theirs = {**shared, "model_name": "scheduler", "engine": "0"}
+    assert registry.made["charonia_requests_running", ()].labels == shared
+    assert registry.made["vllm:num_requests_running", ()].labels == theirs
+    success = registry.made["vllm:request_success_total", ("stop",)].labels
+    assert success == theirs | {"finished_reason": "stop"}
 
 
 def test_vllms_names_come_on_request() -> None:

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,18 +16,21 @@ import yaml
 
 from charonia.launch.server.run import running_server
 from charonia.launch.server.tritonserver import TritonServer
+from charonia.metrics.metric_table import ENDS
 from charonia_client import Client, RetryPolicy
 from charonia_client.errors import CharoniaClientError
 from support.e2e import endless_request, one_torch_thread, scrape, wait_for
 from support.faults import held_loads, make_faulty_repository, paced
 from support.prometheus import CONFIGURATION, Prometheus, running_prometheus
+from support.serving import CHARONIA
+from support.waiting import WAIT_S
 
 pytestmark = [pytest.mark.observe, pytest.mark.timeout(1200)]
 
 OUTAGE_S = 10.0
 POLL_S = 0.1
-MINUTES = 300.0
-"""More than any other alert takes: some look back for five minutes."""
+MINUTES = 420.0
+"""More than any other alert takes: some look back, or wait, for five minutes."""
 ALERTS = {
     rule["alert"]
     for group in yaml.safe_load((CONFIGURATION.parent / "alerts.yml").read_text())["groups"]
@@ -134,8 +138,10 @@ def wait_restarts(server: TritonServer, number: int) -> None:
 
 def test_outages_and_what_waits_for_their_end(tmp_path: Path, model: Path) -> None:
     with watched(tmp_path, model) as (server, prometheus):
+        finished = wait_for(lambda: prometheus.query("charonia_finished_total"), bool)
+        assert {labels["reason"]: value for labels, value in finished} == dict.fromkeys(ENDS, 0.0)
         with endless_request(server):
-            wait_for(lambda: prometheus.query("charonia_generation_tokens_total"), bool)
+            wait_for(lambda: prometheus.query("charonia_generation_tokens_total > 0"), bool)
             assert prometheus.firing() == set()
             with held_loads(server.repository):
                 (engine,) = server.pids("engine")
@@ -160,6 +166,21 @@ def test_outages_and_what_waits_for_their_end(tmp_path: Path, model: Path) -> No
         assert server._page_server is not None
         server._page_server.close()
         note(prometheus, "CharoniaScrapeDown", timeout=OUTAGE_S)
+
+
+def test_a_reload_is_no_outage_unless_it_does_not_end(tmp_path: Path, model: Path) -> None:
+    with watched(tmp_path, model) as (server, prometheus), contextlib.ExitStack() as stack:
+        with held_loads(server.repository):
+            command = [*CHARONIA, "reload", "--url", server.grpc_url]
+            reload = stack.enter_context(subprocess.Popen(command, stderr=subprocess.DEVNULL))
+            note(prometheus, "CharoniaReloadSlow")
+            command = [*CHARONIA, "top", "--once", "--url", target_of(server)]
+            shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            assert "reloading" in shown
+        assert reload.wait(WAIT_S) == 0
+        # It was not even pending, at any time.
+        assert prometheus.query('last_over_time(ALERTS{alertname="CharoniaEngineDown"}[1h])') == []
+        assert wait_for(prometheus.firing, lambda names: not names) == set()
 
 
 def test_a_service_that_is_slow_or_refuses(tmp_path: Path, model: Path) -> None:

@@ -353,7 +353,8 @@ def whole_page(url: str) -> str:
 def samples_of(page: str) -> dict[str, float]:
     """charonia's samples on a metrics page; keys as `charonia_kv_blocks{state="used"}`.
 
-    The labels `model` and `version`, which all have, are left out.
+    The labels `model` and `version`, which all have, are left out, and `model_name` and `engine`,
+    which all of vLLM's names have.
     """
     samples = {}
     for family in text_string_to_metric_families(page):
@@ -363,7 +364,7 @@ def samples_of(page: str) -> dict[str, float]:
             labels = ",".join(
                 f'{name}="{value}"'
                 for name, value in sample.labels.items()
-                if name not in ("model", "version")
+                if name not in ("model", "version", "model_name", "engine")
             )
             samples[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
     return samples

@@ -28,6 +28,9 @@ class Prometheus:
 
     Args:
         folder: for its files. targets: `host:port` by job.
+
+    Attributes:
+        url: where it answers.
     """
 
     def __init__(self, folder: Path, targets: Mapping[str, Sequence[str]]) -> None:
@@ -52,6 +55,7 @@ class Prometheus:
             ],
             stderr=self._log,
         )
+        self.url = ""
         self._http = httpx.Client(timeout=WAIT_S)
         if not wait_for(self._is_ready, lambda ready: ready or self._process.poll() is not None):
             self.close()
@@ -62,7 +66,8 @@ class Prometheus:
         address = _ADDRESS.search(self._log_path.read_text(encoding="utf-8"))
         if address is None:
             return False
-        self._http.base_url = httpx.URL(f"http://{address[1]}")
+        self.url = f"http://{address[1]}"
+        self._http.base_url = httpx.URL(self.url)
         with contextlib.suppress(httpx.TransportError):
             return self._http.get("/-/ready").is_success
         return False

@@ -17,7 +17,7 @@ from prometheus_client import Metric as Family
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-from charonia.metrics.metric_table import BY_NAME, SCHEDULER_UP, Metric
+from charonia.metrics.metric_table import BY_NAME, SCHEDULER_UP, Metric, labels_of
 from charonia.metrics.page_server import NoPageError
 from charonia.metrics.page_socket import METRICS_SOCKET, SchedulerMetrics, ask_schedulers
 
@@ -97,24 +97,32 @@ class _Answers(Collector):
         yield is_up
         there = {place: answer for place, answer in self._answers.items() if answer is not None}
         for metric in BY_NAME.values():
-            if metric.info:
-                yield from _info(metric, there)
-                continue
-            family = HistogramMetricFamily(metric.name, metric.help, labels=LABELS)
-            for place, answer in there.items():
-                if (state := answer.histograms.get(metric.name)) is not None:
-                    bounds = [*(f"{bound:g}" for bound in state.bounds), "+Inf"]
-                    buckets = list(zip(bounds, state.counts, strict=True))
-                    family.add_metric(place, buckets, state.sum)
+            family = _info(metric, there) if metric.info else _histogram(metric, there)
             if family.samples:
                 yield family
 
 
-def _info(metric: Metric, answers: Mapping[Place, SchedulerMetrics]) -> Iterator[Family]:
-    """Yield the family of a metric that is always 1, if a scheduler has it."""
-    family = GaugeMetricFamily(metric.name, metric.help, labels=(*LABELS, *metric.info))
+def _histogram(metric: Metric, answers: Mapping[Place, SchedulerMetrics]) -> Family:
+    """The family of a histogram, with a series for each scheduler that has it."""
+    family = HistogramMetricFamily(metric.name, metric.help, labels=tuple(_labels(metric)))
+    for place, answer in answers.items():
+        if (state := answer.histograms.get(metric.name)) is not None:
+            bounds = [*(f"{bound:g}" for bound in state.bounds), "+Inf"]
+            buckets = list(zip(bounds, state.counts, strict=True))
+            family.add_metric(list(_labels(metric, place).values()), buckets, state.sum)
+    return family
+
+
+def _info(metric: Metric, answers: Mapping[Place, SchedulerMetrics]) -> Family:
+    """The family of a metric that is always 1, with a series for each scheduler that has it."""
+    family = GaugeMetricFamily(metric.name, metric.help, labels=(*_labels(metric), *metric.info))
     for place, answer in answers.items():
         if (found := answer.infos.get(metric.name)) is not None:
-            family.add_metric((*place, *(found[label] for label in metric.info)), 1.0)
-    if family.samples:
-        yield family
+            own = (found[label] for label in metric.info)
+            family.add_metric((*_labels(metric, place).values(), *own), 1.0)
+    return family
+
+
+def _labels(metric: Metric, place: Place = ("", "")) -> dict[str, str]:
+    """The labels of a scheduler's series; their names are the same for all."""
+    return labels_of(metric, dict(zip(LABELS, place, strict=True)))

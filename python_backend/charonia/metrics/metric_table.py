@@ -9,6 +9,7 @@ table of model_repository/README.md. The page then shows it. The gateway's metri
 `gateway/observing.py`.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -32,8 +33,28 @@ step_failed: a step raised, and the engine lives. died: its process ended or hun
 hung: it lives, but a step passed its deadline or a question was not answered.
 load_failed: it cannot be loaded, or not in time; counted at every try."""
 
+ENGINE_STATES = (
+    "starting",
+    "serving",
+    "checking",
+    "replacing",
+    "down",
+    "reloading",
+    "restoring",
+    "unloaded",
+    "missed",
+    "stopped",
+)
+"""States of the engine, those of `core/replica/transitions.py`; steps run in `serving` only."""
+
 CACHED = ("exact", "joined", "semantic")
 """How a request is answered without being computed, as in `cached` of its timing."""
+
+ENDS = ("stop", "length", *KINDS)
+"""How an accepted request ends: a finish reason, or the kind of its error."""
+
+OPERATIONS = ("all_reduce", "all_gather", "broadcast", "reduce_scatter")
+"""Collective operations of ranks."""
 
 UNAVAILABLE = tuple(kind for kind, error in KINDS.items() if issubclass(error, UnavailableError))
 """Why a valid request is refused."""
@@ -54,6 +75,8 @@ _COUNTS = (1.0, 2.0, 5.0, 10.0, 20.0)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
     """One family. Its series have the labels `model` and `version`, and at most one more.
+
+    Series under vLLM's names also have `model_name` and `engine`, see `labels_of`.
 
     Attributes:
         help: its meaning, in one sentence.
@@ -115,6 +138,13 @@ REQUESTS_WAITING = Metric(
     name="charonia_requests_waiting",
     kind="gauge",
     help="Requests that wait for a row or for an engine.",
+)
+ENGINE_STATE = Metric(
+    name="charonia_engine_state",
+    kind="gauge",
+    help="Whether this is the engine's present state.",
+    label="state",
+    values=ENGINE_STATES,
 )
 MAX_ROWS = Metric(
     name="charonia_max_rows",
@@ -182,7 +212,7 @@ METRICS = (
         kind="counter",
         help="Finished requests by finish reason or kind of error.",
         label="reason",
-        values=("stop", "length"),
+        values=ENDS,
     ),
     Metric(
         name="charonia_rejections_total",
@@ -361,6 +391,7 @@ METRICS = (
         kind="gauge",
         help="Whether there is an engine that can run steps.",
     ),
+    ENGINE_STATE,
     Metric(
         name="charonia_engine_restarts_total",
         kind="counter",
@@ -399,18 +430,21 @@ METRICS = (
         kind="counter",
         help="Collective operations of the engine's first rank, by operation.",
         label="operation",
+        values=OPERATIONS,
     ),
     Metric(
         name="charonia_collective_bytes_total",
         kind="counter",
         help="Bytes that the engine's first rank gave to collective operations, by operation.",
         label="operation",
+        values=OPERATIONS,
     ),
     Metric(
         name="charonia_collective_seconds_total",
         kind="counter",
         help="Time that the engine's first rank spent in collective operations, waiting included.",
         label="operation",
+        values=OPERATIONS,
     ),
     Metric(
         name="charonia_tenant_requests_running",
@@ -649,3 +683,17 @@ VLLM_METRICS = (
 """Metrics under vLLM's names, with the scheduler's REPORT_CUSTOM_METRICS."""
 
 BY_NAME = {metric.name: metric for metric in (*METRICS, *VLLM_METRICS)}
+
+
+def labels_of(metric: Metric, labels: Mapping[str, str]) -> dict[str, str]:
+    """The labels that all series of a metric have.
+
+    vLLM's dashboards select by the name of the model and the number of its engine, so series under
+    vLLM's names have these, too. There is one engine, number 0.
+
+    Args:
+        labels: `model`, the name of the scheduler's model, and `version`.
+    """
+    if not metric.name.startswith("vllm:"):
+        return dict(labels)
+    return {**labels, "model_name": labels["model"], "engine": "0"}

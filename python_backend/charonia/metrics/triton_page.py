@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from charonia.metrics.metric_table import BY_NAME, METRICS, VLLM_METRICS, Metric
+from charonia.metrics.metric_table import BY_NAME, METRICS, VLLM_METRICS, Metric, labels_of
 from charonia.metrics.metrics import Metrics, Series
 from charonia.metrics.other_names import Gauge, gauges_of_triton, gauges_of_vllm, infos_of_vllm
 from charonia.metrics.page_socket import HistogramState
@@ -37,7 +37,7 @@ class MetricsExporter:
     are made here, in `initialize`, and the thread starts later, with `start`.
 
     Args:
-        labels: of every series. block_size: tokens per KV block.
+        labels: of every series: `model` and `version`. block_size: tokens per KV block.
         with_vllm_names: also report under vLLM's names. log: takes one line.
     """
 
@@ -184,7 +184,7 @@ class Families:
     def _find(self, metric: Metric, label: str) -> Any:
         key = (metric.name, label)
         if key not in self._series:
-            labels = self._labels | ({metric.label: label} if label else {})
+            labels = labels_of(metric, self._labels) | ({metric.label: label} if label else {})
             options = {"buckets": list(metric.buckets)} if metric.buckets else {}
             series = _immortal(self._family(metric).Metric(labels=labels, **options))
             self._series[key] = series

@@ -22,6 +22,7 @@ from charonia.errors import (
     UnavailableError,
 )
 from charonia.events import event
+from charonia.metrics.metric_table import ENGINE_STATE
 from charonia.metrics.metrics import Metrics
 from charonia.protocol import EngineInfo
 
@@ -64,6 +65,7 @@ class Recovery:
         self._found_at = 0.0
         self._silent_since: float | None = None  # at the start, see `_note_missing_at_start`
         self._failure = ""  # why the last load failed
+        self._show_state()
 
     # ------------------------------------------------------------------ questions
 
@@ -320,7 +322,17 @@ class Recovery:
         self._gone_at = self._clock()
 
     def _move(self, happened: Event) -> None:
-        self._state = next_state(self._state, happened)
+        before = self._state
+        self._state = next_state(before, happened)
+        if self._state is not before:
+            self._show_state()
+
+    def _show_state(self) -> None:
+        """Update the gauges in one operation: another thread copies them at any moment."""
+        name, present = ENGINE_STATE.name, self._state
+        self._metrics.gauges.update(
+            {(name, state.name.lower()): float(state is present) for state in State}
+        )
 
     def _count(self, kind: str) -> None:
         self._metrics.count("charonia_engine_failures_total", label=kind)

@@ -26,6 +26,8 @@ _NUM_SPARKS = 40
 _SPARKS = "▁▂▃▄▅▆▇█"
 _BAR = 24
 _NONE = "-"
+_COLOURS = {"serving": "green", "reloading": "yellow"}
+"""Of the engine's states; the others are red."""
 MAX_TENANTS = 12
 Row = tuple[str, ...]
 
@@ -120,10 +122,11 @@ def screen(url: str, span: Span, rates: Sequence[float]) -> Group:
 
 
 def _head(url: str, span: Span, rates: Sequence[float]) -> Text:
-    up = span.after.least("charonia_engine_up")
-    scheduler = span.after.least("charonia_scheduler_up")
-    state, style = ("serving", "bold green") if up else ("no engine", "bold red")
-    if scheduler == 0:
+    states = span.after.by("charonia_engine_state", "state")
+    present = [state for state, number in states.items() if number]
+    state = ", ".join(present) or "no engine"
+    style = f"bold {_COLOURS.get(state, 'red')}"
+    if span.after.least("charonia_scheduler_up") == 0:
         state, style = "the scheduler does not answer", "bold red"
     head = Text.assemble(("charonia top", "bold"), f"  {url}  ", (state, style), "\n")
     head.append(f"{_number(span.rate('charonia_generation_tokens_total'))} tokens/s ", "bold cyan")
