@@ -175,7 +175,7 @@ class Upstream:
         sampling: Sampling,
         request_id: str,
         timeouts: Timeouts,
-        headers: Mapping[str, str],
+        headers: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[Chunk, None]:
         """Stream an answer. Closing the generator cancels the request.
 
@@ -208,7 +208,7 @@ class Upstream:
         sampling: Sampling,
         request_id: str,
         timeouts: Timeouts,
-        headers: Mapping[str, str],
+        headers: Mapping[str, str] | None = None,
     ) -> Completion:
         """Return a whole answer. Cancelling the task cancels the request.
 
