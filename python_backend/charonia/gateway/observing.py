@@ -11,7 +11,6 @@ import asyncio
 import re
 import secrets
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
 
@@ -19,7 +18,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from charonia.events import event
+from charonia.events import Log, debug_event, event, request_fields, trace_id_of, warning_event
 from charonia.gateway.connections import abort
 from charonia.gateway.figures import Figures
 
@@ -123,6 +122,7 @@ class Record:
         num_entries: entries of its batch that were answered. num_failed: those with an error.
         tenant: that of its API key. fallback: the model that was asked instead of the one that is
             served.
+        traceparent: W3C trace context that it came with; None if it came without.
     """
 
     request_id: str
@@ -137,6 +137,13 @@ class Record:
     first_token_s: float | None = None
     tenant: str | None = None
     fallback: str | None = None
+    traceparent: str | None = None
+
+    @property
+    def log_fields(self) -> dict[str, str | None]:
+        """The fields of lines that concern it."""
+        trace_id = trace_id_of(self.traceparent)
+        return request_fields(request_id=self.request_id, tenant=self.tenant, trace_id=trace_id)
 
     @property
     def seconds(self) -> float:
@@ -192,7 +199,7 @@ class Observed:
     """Middleware that keeps the records.
 
     Args:
-        log: takes one line.
+        log: takes the lines.
         quiet: paths that are polled; they are logged only on failure.
         send_s: timeout for the client to take a part of an answer; then the connection is aborted.
     """
@@ -201,7 +208,7 @@ class Observed:
         self,
         app: ASGIApp,
         metrics: Metrics,
-        log: Callable[[str], None],
+        log: Log,
         quiet: frozenset[str],
         send_s: float,
     ) -> None:
@@ -216,9 +223,11 @@ class Observed:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get("x-request-id", "")
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
         request_id = given if _ID.fullmatch(given) else secrets.token_hex(16)
         record = Record(request_id, time.monotonic(), self._metrics)
+        record.traceparent = headers.get("traceparent")
         scope.setdefault("state", {})["record"] = record
 
         async def send_with_id(message: Message) -> None:
@@ -231,6 +240,8 @@ class Observed:
             except TimeoutError:
                 abort(scope)
 
+        if self._log.shows("debug") and scope["path"] not in self._quiet:
+            self._log(debug_event("request_received", **record.log_fields, **_asked(scope)))
         self._metrics.in_flight.inc()
         try:
             await self._app(scope, receive, send_with_id)
@@ -254,20 +265,23 @@ class Observed:
         metrics.completion_tokens.inc(record.completion_tokens)
         if scope["path"] in self._quiet and status < 400:
             return
+        make = warning_event if status >= HTTPStatus.INTERNAL_SERVER_ERROR else event
         self._log(
-            event(
+            make(
                 "request",
-                id=record.request_id,
-                method=scope["method"],
-                path=scope["path"][:200],
+                **record.log_fields,
+                **_asked(scope),
                 status=int(status),
                 seconds=seconds,
                 entries=record.num_entries or None,
                 failed=record.num_failed or None,
                 prompt_tokens=record.prompt_tokens or None,
                 completion_tokens=record.completion_tokens or None,
-                tenant=record.tenant,
                 fallback=record.fallback,
                 reason=record.reason and record.reason[:MAX_REASON],
             )
         )
+
+
+def _asked(scope: Scope) -> dict[str, str]:
+    return {"method": scope["method"], "path": scope["path"][:200]}

@@ -84,7 +84,7 @@ def test_a_model_that_nobody_saw_die_is_brought_back(
     monkeypatch.setattr("charonia.supervision.server.judge.Watchdog.look", lambda *_: [])
     supervised = supervise(PROBED)
     supervised.lose_generate()
-    assert supervised.lines[0].startswith("process_lost model=generate kind=died")
+    assert supervised.lines[0].startswith("process_lost level=error model=generate kind=died")
 
 
 def test_a_model_that_is_killed_while_it_holds_locks_costs_the_server_nothing(

@@ -58,7 +58,7 @@ def test_a_dead_tritonserver_is_restarted(supervise: Callable[..., Target]) -> N
     supervised.wait_events("server_back")
     restarting, back = supervised.lines
     reason = '"tritonserver was ended by SIGKILL"'
-    assert restarting == f"server_restarting restarts=0 reason={reason}"
+    assert restarting == f"server_restarting level=error restarts=0 reason={reason}"
     assert re.fullmatch(r"server_back seconds=\d[\d.]*", back)
 
 
@@ -147,7 +147,7 @@ def test_a_server_that_keeps_failing_is_given_up(
     supervised.thread.join(ALLOWED_S)
     assert str(supervised.error).startswith("gave up after 2 failed starts in a row; last: ")
     assert "the stand-in refuses to load" in str(supervised.error)
-    assert supervised.lines[-1].startswith("server_given_up starts=2 reason=")
+    assert supervised.lines[-1].startswith("server_given_up level=error starts=2 reason=")
     assert supervised.server.pid is None
 
 

@@ -18,8 +18,9 @@ from pathlib import Path
 from types import TracebackType
 
 from charonia.errors import LaunchError
-from charonia.events import event
+from charonia.events import error_event
 from charonia.launch.server import processes
+from charonia.log_level import VARIABLE as LOG_LEVEL_VARIABLE
 
 BACKOFF_S = 1.0
 MAX_BACKOFF_S = 30.0
@@ -37,6 +38,7 @@ class GatewayProcess:
         address, port: to listen on; 0 takes a free port.
         drain_s: time in which its requests may finish when it drains. chat_template, api_key_file:
             see `charonia gateway`.
+        log_level_file: with the present level of its log, see `log_level`.
         log: takes the lines of its log and of its restarts, from a thread.
 
     Raises:
@@ -58,6 +60,7 @@ class GatewayProcess:
         drain_s: float,
         chat_template: Path | None = None,
         api_key_file: Path | None = None,
+        log_level_file: Path,
         log: Callable[[str], None],
     ) -> None:
         if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
@@ -97,6 +100,7 @@ class GatewayProcess:
             *([] if chat_template is None else [f"--chat-template={chat_template}"]),
             *([] if api_key_file is None else [f"--api-key-file={api_key_file}"]),
         ]
+        self._environment = {**os.environ, LOG_LEVEL_VARIABLE: str(log_level_file)}
         self._log = log
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
@@ -146,7 +150,7 @@ class GatewayProcess:
             if self._stop.is_set():
                 return
             num_failures = 0 if time.monotonic() - started > STABLE_S else num_failures + 1
-            self._log(event("gateway_restarting", code=code))
+            self._log(error_event("gateway_restarting", code=code))
             if num_failures:
                 self._stop.wait(min(BACKOFF_S * 2.0 ** (num_failures - 1), MAX_BACKOFF_S))
 
@@ -154,5 +158,5 @@ class GatewayProcess:
         with self._lock:
             if self._stop.is_set():
                 return None
-            self._process = processes.start_leader(self._command, dict(os.environ))
+            self._process = processes.start_leader(self._command, self._environment)
             return self._process

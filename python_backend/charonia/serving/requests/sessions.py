@@ -350,7 +350,7 @@ class Sessions:
             try:
                 self._send(session, chunks)
             except Exception:
-                self._log(f"a response could not be sent: {traceback.format_exc()}")
+                self._log(f"error: a response could not be sent: {traceback.format_exc()}")
                 self._give_up(session)
             with session.lock:
                 session.is_queued = False
