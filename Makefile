@@ -23,7 +23,7 @@ MIN_GLIBC_MINOR := 35
 # A process that dies ends the run: its tests would run again, and xdist may wait for ever.
 TESTS := $(BIN)/python tests/run.py --numprocesses 3 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder --durations 20 --durations-min 8
 
-.PHONY: help setup demo serve test test-long test-page observe-test gateway-clients gateway-fuzz dashboards check interface bench bench-peers bench-speculation bench-overlap bench-attention bench-front bench-prompt bench-control bench-stall bench-flood bench-simulator bench-policies bench-cache bench-prefix bench-samples bench-kv bench-parallel bench-faults bench-endurance bench-gateway bench-hostile clean
+.PHONY: help setup demo serve test test-long test-page observe-test gateway-clients gateway-fuzz dashboards check interface bench bench-peers bench-speculation bench-overlap bench-observing bench-attention bench-front bench-prompt bench-control bench-stall bench-flood bench-simulator bench-policies bench-cache bench-prefix bench-samples bench-kv bench-parallel bench-faults bench-endurance bench-gateway bench-hostile clean
 
 help:
 	@echo "make setup   create $(VENV) with everything (pinned by constraints.txt)"
@@ -40,6 +40,7 @@ help:
 	@echo "make interface   write what config.pbtxt and README.md files repeat of the interface's tables"
 	@echo "make bench   measure against vLLM, llama.cpp and transformers; arguments in ARGS; peers: make bench-peers"
 	@echo "make bench-speculation   measure what speculative decoding gains and costs; arguments in ARGS"
+	@echo "make bench-observing   measure what it costs to read metrics and to trace requests; arguments in ARGS"
 	@echo "make bench-overlap   measure what steps that overlap are worth behind Triton; arguments in ARGS"
 	@echo "make bench-attention  measure attention over pages beside what the machine reads and multiplies; arguments in ARGS"
 	@echo "make bench-front   measure what a prompt's first token costs beside the engine's step; arguments in ARGS"
@@ -159,6 +160,9 @@ bench-peers: $(STAMP)
 
 bench-speculation: $(STAMP)
 	@$(BIN)/python loadtests/speculation_bench.py $(ARGS)
+
+bench-observing: $(KERNELS)
+	@$(BIN)/python loadtests/observing_bench.py $(ARGS)
 
 bench-overlap: $(KERNELS)
 	@$(BIN)/python loadtests/overlap_bench.py $(ARGS)

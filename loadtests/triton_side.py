@@ -25,20 +25,39 @@ START_TIMEOUT_S = 600.0
 class TritonSide:
     """The `scheduler` model of a tritonserver that is started here.
 
+    Args:
+        settings: engine arguments, and `scheduler.NAME` of the scheduler's.
+        tritonserver: further options, `--name=value` each.
+
     Raises:
         charonia.errors.CharoniaError: the server cannot be started.
     """
 
     name = TRITON
 
-    def __init__(self, model: Path, settings: dict[str, Any]) -> None:
-        as_text = tuple(f"{name}={json.dumps(value)}" for name, value in settings.items())
+    def __init__(
+        self, model: Path, settings: dict[str, Any], tritonserver: Sequence[str] = ()
+    ) -> None:
+        as_text = tuple(
+            f"{name}={value if isinstance(value, str) else json.dumps(value)}"
+            for name, value in settings.items()
+        )
         self._exit = contextlib.ExitStack()
         self._server = self._exit.enter_context(
-            running_server(model=model, settings=as_text, timeout=START_TIMEOUT_S)
+            running_server(
+                model=model,
+                settings=as_text,
+                timeout=START_TIMEOUT_S,
+                tritonserver=tritonserver,
+            )
         )
         self.versions = {name: version(name) for name in ("nvidia-pytriton", "tritonclient")}
         self.notes = ["gRPC streams; the client's process computes beside the server"]
+
+    @property
+    def metrics_url(self) -> str:
+        """The URL of its metrics page."""
+        return self._server.metrics_url
 
     def run(self, waves: Waves, sampling: dict[str, Any] | None = None) -> list[WaveTrace]:
         """See `systems_under_test.Side`."""

@@ -66,9 +66,10 @@ RULES = {
         "data protocol config sockets errors events version", "torch numpy msgspec psutil"
     ),
     "traces": rule("errors", "msgspec"),
+    "tracing": rule("control events errors", "opentelemetry"),
     "metrics": rule("protocol control sockets errors", "msgspec httpx h11 prometheus_client"),
     "core": rule(
-        "protocol control metrics text config errors events traces",
+        "protocol control metrics text config errors events traces tracing",
         "msgspec zmq",
         inside_functions="torch",
     ),
@@ -93,14 +94,14 @@ RULES = {
     # It makes the tokenizer that it hands to the engine's service.
     "serving": rule(
         "core metrics text embedding protocol config sampling_defaults sockets supervision errors"
-        " events log_level"
+        " events log_level tracing"
         " checkpoint_files",
         "numpy msgspec grpc tritonclient",
     ),
     # It knows servers through the client alone.
     "gateway": rule(
-        "config errors events text protocol checkpoint_files version",
-        "fastapi starlette uvicorn pydantic pydantic_core msgspec prometheus_client"
+        "config errors events text protocol checkpoint_files version tracing",
+        "fastapi starlette uvicorn pydantic pydantic_core msgspec prometheus_client opentelemetry"
         " charonia_client",
     ),
 }
@@ -294,10 +295,10 @@ print(*(name for name in sys.argv[2:] if name in sys.modules))
     [
         ("charonia.control", ["torch", "numpy", "tokenizers"]),
         ("charonia.text", ["torch"]),
-        ("charonia.core", ["torch", "numpy", "httpx", "h11", "prometheus_client"]),
+        ("charonia.core", ["torch", "numpy", "httpx", "h11", "prometheus_client", "opentelemetry"]),
         ("charonia.embedding", ["torch", "usearch"]),
         ("charonia.supervision", ["torch"]),
-        ("charonia.serving", ["torch", "usearch", "httpx", "prometheus_client"]),
+        ("charonia.serving", ["torch", "usearch", "httpx", "prometheus_client", "opentelemetry"]),
         ("charonia.gateway", ["torch"]),
     ],
 )

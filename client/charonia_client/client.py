@@ -97,6 +97,7 @@ class _Settings:
         request_id: str | None,
         include: Collection[Include],
         timeouts: Timeouts | None,
+        headers: Mapping[str, str] | None,
         *,
         wants_chunks: bool,
     ) -> tuple[wire.Request, CallSettings]:
@@ -117,6 +118,7 @@ class _Settings:
             request_id=request_id,
             include=include,
             is_streaming=wants_chunks or needs_chunks,
+            headers=headers,
         )
         return request, CallSettings(request.request_id, timeouts, self.retry)
 
@@ -169,6 +171,7 @@ class Client:
         request_id: str | None = None,
         include: Collection[Include] = DEFAULT_INCLUDE,
         timeouts: Timeouts | None = None,
+        headers: Mapping[str, str] | None = None,
         **sampling: Unpack[Sampling],
     ) -> CompletionStream:
         """Stream the answer to a prompt; with `n` above 1 the chunks of all samples as they come.
@@ -180,12 +183,13 @@ class Client:
             include: what chunks have beside text and finish reason. The sampling parameter
                 `logprobs` adds log-probabilities.
             timeouts: instead of the client's.
+            headers: sent beside the client's, such as a `traceparent`.
 
         Raises:
             InvalidRequest: the request cannot be encoded. The stream raises everything else.
         """
         request, call = self._settings.generation(
-            prompt, params, sampling, request_id, include, timeouts, wants_chunks=True
+            prompt, params, sampling, request_id, include, timeouts, headers, wants_chunks=True
         )
         return self._open(request, call)
 
@@ -197,6 +201,7 @@ class Client:
         request_id: str | None = None,
         include: Collection[Include] = DEFAULT_INCLUDE,
         timeouts: Timeouts | None = None,
+        headers: Mapping[str, str] | None = None,
         **sampling: Unpack[Sampling],
     ) -> Completion:
         """Generate the answer to a prompt, with all of its samples. Arguments as for `stream`.
@@ -205,7 +210,7 @@ class Client:
             CharoniaClientError: it failed. Leaving early (KeyboardInterrupt) cancels the request.
         """
         request, call = self._settings.generation(
-            prompt, params, sampling, request_id, include, timeouts, wants_chunks=False
+            prompt, params, sampling, request_id, include, timeouts, headers, wants_chunks=False
         )
         with self._open(request, call) as stream:
             return join(request.request_id, stream)
@@ -315,11 +320,12 @@ class AsyncClient:
         request_id: str | None = None,
         include: Collection[Include] = DEFAULT_INCLUDE,
         timeouts: Timeouts | None = None,
+        headers: Mapping[str, str] | None = None,
         **sampling: Unpack[Sampling],
     ) -> AsyncCompletionStream:
         """See `Client.stream`."""
         request, call = self._settings.generation(
-            prompt, params, sampling, request_id, include, timeouts, wants_chunks=True
+            prompt, params, sampling, request_id, include, timeouts, headers, wants_chunks=True
         )
         return self._open(request, call)
 
@@ -331,11 +337,12 @@ class AsyncClient:
         request_id: str | None = None,
         include: Collection[Include] = DEFAULT_INCLUDE,
         timeouts: Timeouts | None = None,
+        headers: Mapping[str, str] | None = None,
         **sampling: Unpack[Sampling],
     ) -> Completion:
         """See `Client.generate`; cancelling the task cancels the request."""
         request, call = self._settings.generation(
-            prompt, params, sampling, request_id, include, timeouts, wants_chunks=False
+            prompt, params, sampling, request_id, include, timeouts, headers, wants_chunks=False
         )
         chunks: list[Chunk] = []
         async with self._open(request, call) as stream:

@@ -82,7 +82,9 @@ class GrpcTransport:
         """Send a request."""
         message = wire.to_grpc(request)
         call = self._stub.ModelStreamInfer(
-            iter([message]), timeout=limits.left_s, metadata=self._metadata
+            iter([message]),
+            timeout=limits.left_s,
+            metadata=self._metadata + _metadata(request.headers),
         )
         return GrpcExchange(call, limits)
 
@@ -202,7 +204,9 @@ class AsyncGrpcTransport:
     async def open(self, request: wire.Request, limits: Limits) -> "AsyncGrpcExchange":
         """Send a request."""
         call = self._stub.ModelStreamInfer(
-            iter([wire.to_grpc(request)]), timeout=limits.left_s, metadata=self._metadata
+            iter([wire.to_grpc(request)]),
+            timeout=limits.left_s,
+            metadata=self._metadata + _metadata(request.headers),
         )
         return AsyncGrpcExchange(call, limits)
 

@@ -288,7 +288,7 @@ def _build(
         "POST",
         f"/v2/models/{request.model}/generate_stream",
         json=wire.to_http(request, limits.left_s),
-        headers=_HEADERS,
+        headers={**request.headers, **_HEADERS},
         timeout=httpx.Timeout(first, connect=connect, pool=None),
     )
 

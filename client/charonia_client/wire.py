@@ -7,7 +7,7 @@ Must not know connections, timeouts or attempts.
 import json
 import uuid
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -46,11 +46,16 @@ _FINISH_REASONS: Mapping[str, FinishReason] = {
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One inference request: its model and id, and its input tensors by name."""
+    """One inference request: its model and id, and its input tensors by name.
+
+    Attributes:
+        headers: sent with it, beside those of the client; as metadata over gRPC.
+    """
 
     model: str
     request_id: str
     inputs: Inputs
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 def generation_request(
@@ -61,6 +66,7 @@ def generation_request(
     request_id: str | None,
     include: Collection[Include],
     is_streaming: bool,
+    headers: Mapping[str, str] | None = None,
 ) -> Request:
     """Return a request for text.
 
@@ -90,7 +96,7 @@ def generation_request(
     inputs |= {flag: True for name in wanted for flag in _FLAGS[name]}
     if "token_ids" in wanted and sampling.get("n") not in (None, 1):
         inputs["return_num_output_tokens"] = True  # tells which token ids belong to which sample
-    return Request(model, request_id or uuid.uuid4().hex, inputs)
+    return Request(model, request_id or uuid.uuid4().hex, inputs, headers or {})
 
 
 def cancel_request(

@@ -32,7 +32,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def url(checkpoint: Callable[..., Path], folder: Path) -> Iterator[str]:
     """The gateway of a server that logs to a file."""
-    arguments = ("--gateway", "--gateway-port", "0", "--log-format", "json", "--log-level", "debug")
+    arguments = (
+        *("--gateway", "--gateway-port", "0", "--log-format", "json", "--log-level", "debug"),
+        *("--otlp-traces-endpoint", "http://127.0.0.1:9"),  # nobody takes the traces
+    )
     model = checkpoint("LlamaForCausalLM", max_position_embeddings=2048)
     with one_torch_thread(), (folder / "serve.log").open("ab") as log:
         serving = Serving("--model", model, *arguments, stderr=log)
@@ -85,11 +88,12 @@ def test_from_a_trace_id_one_gets_to_the_lines_of_its_request_in_time(
         asked_at = time.monotonic()
         records = wait_for(agent.records, partial(has_all, name=f"mine-{index}"))
         taken.append(time.monotonic() - asked_at)
-        received, request = with_field(records, "trace_id", trace_id)
+        found = with_field(records, "trace_id", trace_id)
+        received, request = with_field(found, "source", "charonia")
         assert (received["event"], received["level"]) == ("request_received", "debug")
         assert (request["event"], request["level"], request["status"]) == ("request", "info", 200)
         assert request["request_id"] == f"mine-{index}"
-        ended = of(records, f"{request['request_id']}-0")[-1]
+        ended = of(found, f"mine-{index}-0")[-1]
         assert (ended["tokens"], ended["outcome"]) == (3, "length")
         assert ended["total_seconds"] > 0
     print(f"\nlines were shipped after {', '.join(f'{s:.2f} s' for s in taken)}")

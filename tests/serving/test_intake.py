@@ -415,6 +415,21 @@ def test_the_life_of_a_request_is_in_the_log_under_its_names_and_without_its_pro
     assert not any(text[:5] in line for line in bench.requests)
 
 
+def test_each_line_of_a_request_has_the_id_of_its_trace(bench: Bench) -> None:
+    trace_id = "4bf92f3577b34da6a3ce929d0e0e4736"
+    context = f"00-{trace_id}-00f067aa0ba902b7-01"
+    tensors = {"text_input": np.array([b"short"], dtype=object)}
+    responders = [bench.new_responder() for _ in range(2)]
+    for responder, max_tokens in zip(responders, (1, 0), strict=True):
+        raw = RawRequest(tensors, {"max_tokens": max_tokens}, traceparent=context)
+        bench.intake.take(lambda raw=raw: raw, responder)
+    text_of(responders[0])
+    error_of(responders[1])
+    found = fields_of(bench.requests)
+    assert {name for name, _ in found} >= {"request_received", "request_refused", "request_ended"}
+    assert {one["trace_id"] for _, one in found} == {trace_id}
+
+
 def test_a_refused_request_is_in_the_log_with_the_reason(bench: Bench) -> None:
     errors = [
         error_of(bench.take("short", request_id="8", max_tokens=0)),

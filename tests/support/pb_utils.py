@@ -86,6 +86,16 @@ class Sender:
 
 
 @dataclass
+class Trace:
+    """As `pb_utils.InferenceTrace`. `context`: as JSON; None without OpenTelemetry."""
+
+    context: str | None = None
+
+    def get_context(self) -> str | None:
+        return self.context
+
+
+@dataclass
 class Request:
     """As `pb_utils.InferenceRequest`, on the receiving side."""
 
@@ -95,6 +105,7 @@ class Request:
     timeout_us: int = 0
     output_names: tuple[str, ...] = ("text_output",)
     sender: Sender = field(default_factory=Sender)
+    trace_context: str | None = None
 
     def inputs(self) -> list[Tensor]:
         return self.tensors
@@ -107,6 +118,9 @@ class Request:
 
     def timeout(self) -> int:
         return self.timeout_us
+
+    def trace(self) -> Trace:
+        return Trace(self.trace_context)
 
     def requested_output_names(self) -> list[str]:
         return list(self.output_names)

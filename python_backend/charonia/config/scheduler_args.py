@@ -109,6 +109,9 @@ class SchedulerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         log_prompts: show the beginning of each request's prompt in its line of level debug
             (`request_received`). Otherwise no line of the log has text of a prompt.
         max_log_len: characters of a prompt that `log_prompts` shows. The name is vLLM's.
+        otlp_traces_endpoint: OTLP collector that gets a trace of each request which Triton or the
+            client traces: `http://HOST:PORT`, with a path if it is not `/v1/traces`, or
+            `grpc://HOST:PORT`. None sends none. The name is vLLM's.
         num_sender_threads: threads that send responses.
         num_tokenizer_threads: threads that tokenize long prompts.
         report_custom_metrics: also report vLLM's metric names.
@@ -147,6 +150,7 @@ class SchedulerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     stream_interval: PositiveInt = 1
     log_prompts: bool = False
     max_log_len: PositiveInt = 256
+    otlp_traces_endpoint: str | None = None
     num_sender_threads: Annotated[int, msgspec.Meta(ge=1, le=_MAX_THREADS)] = 2
     num_tokenizer_threads: Annotated[int, msgspec.Meta(ge=1, le=_MAX_THREADS)] = 2
     report_custom_metrics: bool = msgspec.field(default=False, name="REPORT_CUSTOM_METRICS")

@@ -19,7 +19,7 @@ from charonia.control.scheduling.prompt_budget import PromptBudget
 from charonia.control.scheduling.scheduler import Scheduler
 from charonia.control.scheduling.step_size import StepSize
 from charonia.control.state.limits import Limits
-from charonia.control.state.request import Group, Request, Update
+from charonia.control.state.request import Group, Request, StepObserver, Update
 from charonia.control.state.stats import DraftCounts, SchedulerStats
 
 __all__ = [
@@ -44,6 +44,7 @@ __all__ = [
     "Scheduler",
     "SchedulerStats",
     "Speculation",
+    "StepObserver",
     "StepSize",
     "SuffixDrafter",
     "Tiers",

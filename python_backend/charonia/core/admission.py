@@ -17,6 +17,7 @@ from charonia.control import Group, Limits, Request
 from charonia.errors import InvalidRequestError, NotSupportedError
 from charonia.events import request_fields
 from charonia.protocol import UINT64_MAX, CacheRange, EngineInfo, RowSampling, SamplingParams
+from charonia.tracing.request_trace import RequestTrace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +34,7 @@ class GenerationRequest:
         is_probe: whether it is a health probe; probes are not counted in the metrics of requests.
         is_shared: computed for the requests of several clients; `answers` counts those.
         trace_id: of W3C's Trace Context; None if it came without.
+        trace: gets the steps that compute for it; None if it is not traced.
     """
 
     key: str
@@ -45,6 +47,7 @@ class GenerationRequest:
     timeout_s: float | None = None
     is_probe: bool = False
     is_shared: bool = False
+    trace: RequestTrace | None = None
     trace_id: str | None = None
 
     @property
@@ -110,7 +113,7 @@ def admit(
     Returns:
         One request of the control plane for each sample.
     """
-    group = Group(request.key)
+    group = Group(request.key, observer=request.trace)
     seed = next_seed() if request.params.seed is None else request.params.seed
     return [
         _sample(request, info, limits, now, group, seed, index)

@@ -20,7 +20,7 @@ from charonia.events import Log
 from charonia.gateway import openapi
 from charonia.gateway.errors import INVALID, NOT_FOUND, ApiError, internal, no_such_model
 from charonia.gateway.keys import Keyed, Keys
-from charonia.gateway.observing import Metrics, Observed, Record, record_of
+from charonia.gateway.observing import BeginSpan, Metrics, Observed, Record, record_of
 from charonia.gateway.openai import chat, completions, tokens
 from charonia.gateway.openai.answers import Model, Models
 from charonia.gateway.page.routes import FILES, PAGE, add_page
@@ -47,18 +47,22 @@ def make_app(
     metrics: Metrics,
     log: Log,
     keys: Keys | None = None,
+    begin_span: BeginSpan | None = None,
 ) -> FastAPI:
     """Make the gateway's application.
 
     Args:
         log: takes the lines. keys: that requests need; None lets everybody call.
+        begin_span: see `Observed`.
     """
     # FastAPI cannot describe routes that read their body themselves, so `openapi` does.
     app = FastAPI(title="charonia", version=VERSION, openapi_url=None)
     send_s = watch.stall_timeout_s + 1.0  # `Work` notices first, and says why
     if keys is not None:
         app.add_middleware(Keyed, keys=keys, free=FREE, refuse=_refusal)
-    app.add_middleware(Observed, metrics=metrics, log=log, quiet=QUIET, send_s=send_s)
+    app.add_middleware(
+        Observed, metrics=metrics, log=log, quiet=QUIET, send_s=send_s, begin_span=begin_span
+    )
     app.add_exception_handler(HTTPException, _refuse)
     app.add_exception_handler(ApiError, _refuse)
     app.add_exception_handler(Exception, _fail)

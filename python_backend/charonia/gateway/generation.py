@@ -133,6 +133,7 @@ class Run:
             generation.sampling,
             self._id(index),
             generation.timeouts,
+            self._record.trace_headers,
         )
         return completion, self._record.seconds
 
@@ -143,6 +144,7 @@ class Run:
             generation.sampling,
             self._id(index),
             generation.timeouts,
+            self._record.trace_headers,
         )
         async with contextlib.aclosing(stream) as chunks:
             async for chunk in chunks:

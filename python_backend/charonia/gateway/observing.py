@@ -11,8 +11,10 @@ import asyncio
 import re
 import secrets
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.datastructures import Headers, MutableHeaders
@@ -21,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from charonia.events import Log, debug_event, event, request_fields, trace_id_of, warning_event
 from charonia.gateway.connections import abort
 from charonia.gateway.figures import Figures
+from charonia.tracing.traceparent import parse_traceparent
 
 _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -28,6 +31,23 @@ _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.
 UNKNOWN_ROUTE = "other"
 MAX_REASON = 500
 """Limit for a reason in the log, in characters."""
+
+
+class RequestSpan(Protocol):
+    """The span of one request."""
+
+    @property
+    def traceparent(self) -> str | None:
+        """W3C trace context of what is done for it; None if it is not sampled."""
+        ...
+
+    def end(self, scope: Scope, record: "Record") -> None:
+        """End it, with what is known of its answer."""
+        ...
+
+
+BeginSpan = Callable[[Scope, str | None], RequestSpan]
+"""Begins the span of a scope's request, which came with this `traceparent`, or without one."""
 
 
 class Metrics:
@@ -122,7 +142,8 @@ class Record:
         num_entries: entries of its batch that were answered. num_failed: those with an error.
         tenant: that of its API key. fallback: the model that was asked instead of the one that is
             served.
-        traceparent: W3C trace context that it came with; None if it came without.
+        trace_id: of its trace; None if it came without and is not traced here.
+        traceparent: W3C trace context of what is asked for it; None if it is not traced.
     """
 
     request_id: str
@@ -137,13 +158,20 @@ class Record:
     first_token_s: float | None = None
     tenant: str | None = None
     fallback: str | None = None
+    trace_id: str | None = None
     traceparent: str | None = None
 
     @property
     def log_fields(self) -> dict[str, str | None]:
         """The fields of lines that concern it."""
-        trace_id = trace_id_of(self.traceparent)
-        return request_fields(request_id=self.request_id, tenant=self.tenant, trace_id=trace_id)
+        return request_fields(
+            request_id=self.request_id, tenant=self.tenant, trace_id=self.trace_id
+        )
+
+    @property
+    def trace_headers(self) -> Mapping[str, str]:
+        """Headers that make the servers' spans part of its trace."""
+        return {} if self.traceparent is None else {"traceparent": self.traceparent}
 
     @property
     def seconds(self) -> float:
@@ -202,6 +230,7 @@ class Observed:
         log: takes the lines.
         quiet: paths that are polled; they are logged only on failure.
         send_s: timeout for the client to take a part of an answer; then the connection is aborted.
+        begin_span: returns the span of a request that is not quiet; None if there are no traces.
     """
 
     def __init__(
@@ -211,8 +240,10 @@ class Observed:
         log: Log,
         quiet: frozenset[str],
         send_s: float,
+        begin_span: BeginSpan | None = None,
     ) -> None:
         self._send_s = send_s
+        self._begin_span = begin_span
         self._app = app
         self._metrics = metrics
         self._log = log
@@ -227,8 +258,9 @@ class Observed:
         given = headers.get("x-request-id", "")
         request_id = given if _ID.fullmatch(given) else secrets.token_hex(16)
         record = Record(request_id, time.monotonic(), self._metrics)
-        record.traceparent = headers.get("traceparent")
         scope.setdefault("state", {})["record"] = record
+        span = self._span(scope, record)
+        record.trace_id = trace_id_of(record.traceparent or headers.get("traceparent"))
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -251,6 +283,20 @@ class Observed:
         finally:
             self._metrics.in_flight.dec()
             self._note(scope, record)
+            if span is not None:
+                span.end(scope, record)
+
+    def _span(self, scope: Scope, record: Record) -> "RequestSpan | None":
+        """Begin the span of a request, if it is traced here, and continue its trace anyway."""
+        given = Headers(scope=scope).get("traceparent")
+        if self._begin_span is not None and scope["path"] not in self._quiet:
+            span = self._begin_span(scope, given)
+            record.traceparent = span.traceparent
+            return span
+        context = parse_traceparent(given)
+        # Triton traces whatever comes with a context, sampled or not.
+        record.traceparent = given if context is not None and context.is_sampled else None
+        return None
 
     def _note(self, scope: Scope, record: Record) -> None:
         seconds = record.seconds

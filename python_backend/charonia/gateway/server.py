@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import uvicorn
 
@@ -34,6 +35,9 @@ from charonia.gateway.watching import Watch
 from charonia.text.chat_template import ChatTemplate
 from charonia.text.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from charonia.gateway.spans import Spans
+
 _POLL_S = 0.05
 _CLOSE_S = 5
 _BACKLOG = 2048
@@ -47,7 +51,7 @@ def run_gateway(settings: GatewaySettings, log: Log) -> None:
 
     Raises:
         CheckpointError: a tokenizer cannot be read. ConfigError: the API keys cannot be read, the
-            port is taken, or the address does not belong to this machine.
+            port is taken, the address does not belong to this machine, or traces cannot be sent.
     """
     logging.basicConfig(handlers=[_Complaints(log)], force=True)
     keys = None if settings.api_key_file is None else Keys.from_file(settings.api_key_file)
@@ -71,6 +75,7 @@ async def _serve(
     log: Log,
 ) -> None:
     metrics = Metrics()
+    spans = _spans(settings, log)
     serving = _serving(settings, prompts, of_fallback, metrics)
     watch = Watch(
         max_body_bytes=settings.max_body_bytes,
@@ -81,7 +86,7 @@ async def _serve(
         log=log,
     )
     config = uvicorn.Config(
-        make_app(serving, watch, metrics, log, keys),
+        make_app(serving, watch, metrics, log, keys, None if spans is None else spans.begin),
         http=bounded(settings.stall_timeout_s),
         ws="none",
         loop="asyncio",
@@ -101,6 +106,8 @@ async def _serve(
         await server.serve([listener])
     finally:
         await serving.close()
+        if spans is not None:
+            await asyncio.to_thread(spans.close)
     log(event("gateway_stopped"))
 
 
@@ -178,6 +185,23 @@ def _serving(
             answers_as=settings.fallback.model_name,
         )
     return Serving(settings, prompts, upstream_of(settings.servers), fallback=fallback)
+
+
+def _spans(settings: GatewaySettings, log: Callable[[str], None]) -> "Spans | None":
+    """What traces requests; None if nobody wants traces.
+
+    Raises:
+        ConfigError: the collector's endpoint is wrong, or a package is missing.
+    """
+    if settings.otlp_traces_endpoint is None:
+        return None
+    try:
+        from charonia.gateway.spans import Spans
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"--otlp-traces-endpoint needs {error.name}: pip install 'charonia[tracing]'"
+        ) from None
+    return Spans(settings.otlp_traces_endpoint, settings.trace_rate, log=log)
 
 
 def _prompts(

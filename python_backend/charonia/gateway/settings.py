@@ -44,6 +44,8 @@ class GatewaySettings:
             no limit.
         drain_timeout_s: time for running requests to finish after SIGTERM.
         num_threads: threads for texts that are too long to tokenize on the event loop.
+        otlp_traces_endpoint: OTLP collector of spans, see `tracing.endpoint`; None sends none.
+        trace_rate: of the requests without a trace context, one in so many is traced; 0 is none.
     """
 
     servers: tuple[str, ...]
@@ -64,3 +66,5 @@ class GatewaySettings:
     request_timeout_s: float | None = None
     drain_timeout_s: float = 30.0
     num_threads: int = 4
+    otlp_traces_endpoint: str | None = None
+    trace_rate: int = 1

@@ -18,7 +18,7 @@ help: the connection failed, or the server cannot take it now.
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from charonia.gateway.breaker import Breaker
@@ -158,9 +158,17 @@ class Upstream:
         self._num_turns = 0
 
     async def stream(
-        self, prompt: Sequence[int], sampling: Sampling, request_id: str, timeouts: Timeouts
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        request_id: str,
+        timeouts: Timeouts,
+        headers: Mapping[str, str],
     ) -> AsyncGenerator[Chunk, None]:
         """Stream an answer. Closing the generator cancels the request.
+
+        Args:
+            headers: sent with it, as metadata.
 
         Raises:
             CharoniaClientError: as `AsyncClient.stream`. ApiError: no server admits a request.
@@ -168,7 +176,12 @@ class Upstream:
 
         async def chunks(client: AsyncClient) -> AsyncGenerator[Chunk, None]:
             async with client.stream(
-                prompt, sampling, request_id=request_id, include=_INCLUDE, timeouts=timeouts
+                prompt,
+                sampling,
+                request_id=request_id,
+                include=_INCLUDE,
+                timeouts=timeouts,
+                headers=headers,
             ) as stream:
                 async for chunk in stream:
                     yield chunk
@@ -178,13 +191,26 @@ class Upstream:
                 yield chunk
 
     async def complete(
-        self, prompt: Sequence[int], sampling: Sampling, request_id: str, timeouts: Timeouts
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        request_id: str,
+        timeouts: Timeouts,
+        headers: Mapping[str, str],
     ) -> Completion:
-        """Return a whole answer. Cancelling the task cancels the request. Raises as `stream`."""
+        """Return a whole answer. Cancelling the task cancels the request.
+
+        Arguments and errors as for `stream`.
+        """
 
         async def whole(client: AsyncClient) -> AsyncGenerator[Completion, None]:
             yield await client.generate(
-                prompt, sampling, request_id=request_id, include=_INCLUDE, timeouts=timeouts
+                prompt,
+                sampling,
+                request_id=request_id,
+                include=_INCLUDE,
+                timeouts=timeouts,
+                headers=headers,
             )
 
         async with contextlib.aclosing(self._ask(whole, _num_samples(sampling))) as answer:

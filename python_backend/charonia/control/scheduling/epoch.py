@@ -252,6 +252,7 @@ class Epoch:
         self._budget.observe(step, result, seconds, len(self._policy.running))
         num_tokens = step.num_tokens + step.num_drafts
         self._share_out(step, result.seconds / num_tokens)
+        self._tell_observers(step, now)
         self._prompt_time.note_step(
             num_tokens, step.num_prompt_tokens, step.num_pairs, result.seconds
         )
@@ -268,3 +269,11 @@ class Epoch:
             request = step.requests[place]
             request.engine_seconds += draft.num_drafts * seconds_per_token
             request.engine_flops += draft.num_drafts * flops_per_token
+
+    def _tell_observers(self, step: Step, now: float) -> None:
+        for place, request in enumerate(step.requests):
+            if (observer := request.group.observer) is not None:
+                num_drafts = step.drafts[place].num_drafts if place in step.drafts else 0
+                began_at = max(step.planned_at, self._applied_at)
+                num_tokens = step.rows[place].num_tokens
+                observer.on_step(request, num_tokens, num_drafts, began_at, now)

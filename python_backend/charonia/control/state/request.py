@@ -16,9 +16,29 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import inf
+from typing import Protocol
 
 from charonia.control.state.stats import DraftCounts
 from charonia.protocol import CacheRange, FinishReason, RowSampling, TokenLogprobs
+
+
+class StepObserver(Protocol):
+    """Follows the requests of a group from step to step."""
+
+    def on_step(
+        self,
+        request: "Request",
+        num_tokens: int,
+        num_drafts: int,
+        began_at: float,
+        ended_at: float,
+    ) -> None:
+        """A step has computed tokens of a request and verified drafts; it is not committed yet.
+
+        Args:
+            began_at, ended_at: in seconds, by the clock of `plan` and `apply`.
+        """
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -27,12 +47,14 @@ class Group:
 
     Attributes:
         key: its name, which is also the key of its first request.
+        observer: is told of each step that computes for a member; None if nobody wants to know.
         members: requests that have not ended.
         leader: the member that computes the prompt, until it is computed.
         parked: members that wait for the prompt, in order.
     """
 
     key: str = ""
+    observer: StepObserver | None = None
     members: list["Request"] = field(default_factory=list)
     leader: "Request | None" = None
     parked: list["Request"] = field(default_factory=list)

@@ -9,7 +9,7 @@ import shlex
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -23,6 +23,7 @@ from charonia.launch.server.logs import is_interesting
 from charonia.launch.server.repository import PreparedRepository, RepositoryOptions
 from charonia.launch.server.run import prepared_server
 from charonia.launch.server.runtime_dir import KEY_FILE, LOG_LEVEL_FILE, sweep_stale_runs
+from charonia.launch.server.trace_options import trace_options
 from charonia.launch.server.tritonserver import DEFAULT_ADDRESS, TritonServer
 from charonia.log_level import DEFAULT, LevelFile, write_level
 from charonia.serving.messages.reload import RELOAD_SOCKET
@@ -47,6 +48,9 @@ class ServeOptions:
         chat_template: for that, a file that counts instead of the checkpoint's own template.
         api_key_file: for that, the API keys of those who may call; None lets everybody call.
         log_format: of what is printed to stderr. log_level: of that, until an operator changes it.
+        otlp_traces_endpoint: OTLP/HTTP collector of the traces of requests; None sends none.
+        trace_rate: one in so many requests is traced, beside those whose client traces them; 0 is
+            none.
     """
 
     address: str = DEFAULT_ADDRESS
@@ -61,6 +65,8 @@ class ServeOptions:
     api_key_file: Path | None = None
     log_format: Format = "text"
     log_level: Level = DEFAULT
+    otlp_traces_endpoint: str | None = None
+    trace_rate: int = 1
 
 
 def serve(what: RepositoryOptions, options: ServeOptions) -> None:
@@ -75,6 +81,11 @@ def serve(what: RepositoryOptions, options: ServeOptions) -> None:
     begin_drain = threading.Event()
     printer = LogPrinter(options.log_format, level=lambda: options.log_level)
     say = printer.say
+    traces: Sequence[str] = ()
+    if (endpoint := options.otlp_traces_endpoint) is not None:
+        traces = trace_options(endpoint, options.trace_rate)
+        own = f"scheduler.otlp_traces_endpoint={endpoint}"
+        what = replace(what, settings=[own, *what.settings])  # --set counts
     with stop_on_signals(begin_drain if options.drain_s else None) as stop:
 
         def on_log(line: str) -> None:
@@ -87,7 +98,7 @@ def serve(what: RepositoryOptions, options: ServeOptions) -> None:
             http_port=options.http_port,
             grpc_port=options.grpc_port,
             metrics_port=options.metrics_port,
-            further_options=options.tritonserver,
+            further_options=[*traces, *options.tritonserver],
             on_log=on_log,
         ) as (server, prepared):
             (server.runtime_dir / LEFT_FILE).touch()
@@ -186,6 +197,8 @@ def _gateway(
         chat_template=options.chat_template,
         api_key_file=options.api_key_file,
         log_level_file=server.runtime_dir / LOG_LEVEL_FILE,
+        otlp_traces_endpoint=options.otlp_traces_endpoint,
+        trace_rate=options.trace_rate,
         log=on_log,
     )
 

@@ -36,8 +36,8 @@ class GatewayProcess:
         server: `host:port` of the server's gRPC. tokenizer: that of the model it serves.
         model_names: see `charonia gateway`; at least one.
         address, port: to listen on; 0 takes a free port.
-        drain_s: time in which its requests may finish when it drains. chat_template, api_key_file:
-            see `charonia gateway`.
+        drain_s: time in which its requests may finish when it drains. chat_template, api_key_file,
+            otlp_traces_endpoint, trace_rate: see `charonia gateway`.
         log_level_file: with the present level of its log, see `log_level`.
         log: takes the lines of its log and of its restarts, from a thread.
 
@@ -60,6 +60,8 @@ class GatewayProcess:
         drain_s: float,
         chat_template: Path | None = None,
         api_key_file: Path | None = None,
+        otlp_traces_endpoint: str | None = None,
+        trace_rate: int = 1,
         log_level_file: Path,
         log: Callable[[str], None],
     ) -> None:
@@ -99,6 +101,7 @@ class GatewayProcess:
             *(f"--drain-timeout={drain_s}", "--served-model-name", *model_names),
             *([] if chat_template is None else [f"--chat-template={chat_template}"]),
             *([] if api_key_file is None else [f"--api-key-file={api_key_file}"]),
+            *_traces(otlp_traces_endpoint, trace_rate),
         ]
         self._environment = {**os.environ, LOG_LEVEL_VARIABLE: str(log_level_file)}
         self._log = log
@@ -160,3 +163,9 @@ class GatewayProcess:
                 return None
             self._process = processes.start_leader(self._command, self._environment)
             return self._process
+
+
+def _traces(endpoint: str | None, rate: int) -> list[str]:
+    if endpoint is None:
+        return []
+    return [f"--otlp-traces-endpoint={endpoint}", f"--trace-rate={rate}"]

@@ -40,6 +40,7 @@ from charonia.sockets.local import SOCKET_SUFFIX
 from charonia.supervision.models.engine_repair import RELOAD_MARK
 from charonia.text.draft import check_draft_tokenizer
 from charonia.text.tokenizer import Tokenizer
+from charonia.tracing.endpoint import check_endpoint
 
 DEFAULT_SCHEDULER = "scheduler"
 LINK_FROM_BYTES = 2**20  # larger files, which are weights, are linked instead of copied
@@ -103,6 +104,8 @@ def prepare_repository(target: Path, options: RepositoryOptions) -> PreparedRepo
             scheduler_settings[name] = os.path.normpath(Path.cwd() / scheduler_settings[name])
     scheduler_args = _override_parameters(config, scheduler_settings)
     _check_tenants(scheduler_args, source / scheduler)
+    if scheduler_args.otlp_traces_endpoint is not None:
+        check_endpoint(scheduler_args.otlp_traces_endpoint)
     model_json = source / scheduler_args.engine_model / "1" / "model.json"
     values = _engine_values(model_json, options, engine_settings)
     engine_args = EngineArgs.from_dict(values)

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from charonia.errors import ExactTextError, InvalidRequestError, PromptTooLongError, shown
+from charonia.events import trace_id_of
 from charonia.protocol import MAX_SAMPLES, SamplingParams
 from charonia.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from charonia.serving.conventions.interface import (
@@ -136,6 +137,7 @@ class GenerateCall:
         num_bytes: of the request, as received.
         arrived_at: arrival at `tokenizer`, on the monotonic clock; None if it did not come from
             there.
+        trace_id: of its W3C trace context; None if it came without.
     """
 
     key: str
@@ -149,6 +151,7 @@ class GenerateCall:
     options: OutputOptions
     num_bytes: int
     arrived_at: float | None
+    trace_id: str | None = None
 
     @property
     def time_limit(self) -> TimeLimit | None:
@@ -249,6 +252,7 @@ def parse(
         options=options,
         num_bytes=raw.num_bytes,
         arrived_at=None if name is None else arrival_of(name),
+        trace_id=trace_id_of(raw.traceparent),
     )
 
 

@@ -7,11 +7,11 @@ import contextlib
 import json
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -49,6 +49,9 @@ from charonia.supervision.models.handover import HANDOVER_SOCKET, Handover
 from charonia.supervision.models.server_options import ServerOptions
 from charonia.text.draft import check_draft_tokenizer
 from charonia.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from charonia.tracing import exporter
 
 START_DELAY_S = 3.0
 FIRST_CONNECT_S = 2.0
@@ -180,6 +183,7 @@ class SchedulerHost:
             log=log,
             stream_interval=scheduler_args.stream_interval,
         )
+        self._tracer = _request_tracer(scheduler_args, log)
         self._intake = Intake(
             self._service,
             self._sessions,
@@ -189,6 +193,7 @@ class SchedulerHost:
             is_forwarded=server_options.forwards,
             tenant_header=scheduler_args.tenant_header,
             request_log=request_log,
+            begin_trace=_no_trace if self._tracer is None else self._tracer.begin,
             log=log,
         )
         own_dir = Path(args["model_repository"]) / "1"
@@ -259,6 +264,8 @@ class SchedulerHost:
             self._relay.close()
             self._metrics_server.close()
             self._exporter.close()
+            if self._tracer is not None:
+                self._tracer.close()
 
     def _take_over(self) -> None:
         if not self._handover.take_over(TAKE_OVER_S):
@@ -298,6 +305,29 @@ def _prompt_index(args: SchedulerArgs) -> PromptIndex | None:
     if args.semantic_cache_threshold is None:
         return None
     return PromptIndex(load_encoder(args.semantic_cache_model))
+
+
+def _request_tracer(
+    args: SchedulerArgs, log: Callable[[str], None]
+) -> "exporter.RequestTracer | None":
+    """What exports traces; None if they are not wanted.
+
+    Raises:
+        ConfigError: the endpoint is wrong, or a package is missing.
+    """
+    if args.otlp_traces_endpoint is None:
+        return None
+    try:
+        from charonia.tracing.exporter import RequestTracer
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"otlp_traces_endpoint needs {error.name}: pip install 'charonia[tracing]'"
+        ) from None
+    return RequestTracer(args.otlp_traces_endpoint, log=log)
+
+
+def _no_trace(traceparent: str | None, arrived_at: float) -> None:
+    return None
 
 
 @contextlib.contextmanager

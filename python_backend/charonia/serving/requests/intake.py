@@ -31,7 +31,7 @@ from charonia.errors import (
     RequestCancelledError,
     UnavailableError,
 )
-from charonia.events import request_fields
+from charonia.events import request_fields, trace_id_of
 from charonia.protocol import SamplingParams
 from charonia.sampling_defaults import SamplingDefaults
 from charonia.serving.conventions.interface import DRAFT_IDS
@@ -50,8 +50,11 @@ from charonia.serving.requests.responders import Responder, failing_with_errors
 from charonia.serving.requests.sessions import Sessions
 from charonia.serving.requests.tensors import INTERNAL_ERROR
 from charonia.serving.requests.tokenizing import INLINE_CHARACTERS, Prompt, Tokenizing
+from charonia.serving.requests.traced import ending_with_errors, note_call
 from charonia.text.tokenizer import Tokenizer
+from charonia.tracing.request_trace import RequestTrace
 
+BeginTrace = Callable[[str | None, float], RequestTrace | None]
 NOTHING: Outputs = {"text_output": [""]}
 """The answer to a request that generates no text, such as a cancellation."""
 
@@ -80,6 +83,8 @@ class Intake:
         is_forwarded: whether Triton forwards a header of this name as a parameter.
         tenant_header: see `schema.parse`.
         request_log: is told of refused requests.
+        begin_trace: returns the trace of a request with this `traceparent` and arrival; None if it
+            is not traced.
         log: takes one line, from any thread.
 
     Raises:
@@ -97,6 +102,7 @@ class Intake:
         is_forwarded: Callable[[str], bool],
         tenant_header: str | None = None,
         request_log: RequestLog,
+        begin_trace: BeginTrace = lambda traceparent, arrived_at: None,
         log: Callable[[str], None],
     ) -> None:
         self._service = service
@@ -109,6 +115,7 @@ class Intake:
         self._prober = Prober(service, tokenizer)
         self._cancellations = Cancellations()
         self._request_log = request_log
+        self._begin_trace = begin_trace
         self._log = log
         args = service.engine_args
         self._defaults = args, self._read_defaults(args)
@@ -124,7 +131,7 @@ class Intake:
         with failing_with_errors(responder, self._log):
             with self._counting():
                 raw = read()
-            with self._counting(raw.request_id):
+            with self._counting(raw.request_id, trace_id=trace_id_of(raw.traceparent)):
                 call = parse(
                     raw,
                     relayed_key,
@@ -136,7 +143,9 @@ class Intake:
                 )
             match call:
                 case GenerateCall():
-                    self._generate(call, responder)
+                    trace = self._begin_trace(raw.traceparent, time.monotonic())
+                    with ending_with_errors(trace):
+                        self._generate(call, responder, trace)
                 case CancelCall():
                     self._cancel_named(call)
                     # The same answer if there was none, so that ids cannot be guessed.
@@ -184,30 +193,37 @@ class Intake:
 
     @contextlib.contextmanager
     def _counting(
-        self, request_id: str = "", params: SamplingParams | None = None
+        self,
+        request_id: str = "",
+        params: SamplingParams | None = None,
+        trace_id: str | None = None,
     ) -> Iterator[None]:
         """Count and log refusals before the service, which does it with its own.
 
         Args:
-            request_id, params: of the request, if they are known.
+            request_id, params, trace_id: of the request, if they are known.
         """
         try:
             yield
         except CharoniaError as error:
             self._service.count_rejection(error, params)
             tenant = None if params is None else params.tenant
-            fields = request_fields(request_id=request_id, tenant=tenant)
+            fields = request_fields(request_id=request_id, tenant=tenant, trace_id=trace_id)
             self._request_log.note_refused(error, fields)
             raise
 
-    def _generate(self, call: GenerateCall, responder: Responder) -> None:
+    def _generate(
+        self, call: GenerateCall, responder: Responder, trace: RequestTrace | None
+    ) -> None:
         arrived_at = time.monotonic() if call.arrived_at is None else call.arrived_at
         tenant = call.params.tenant
-        with self._counting(call.request_id, call.params):
+        if trace is not None:
+            note_call(trace, call, self._service.engine_args.model)
+        with self._counting(call.request_id, call.params, call.trace_id):
             self._service.check_tenant(call.params, self._tokenizing.num_of(tenant))
             self._check_drafts(call)
             self._check_length(1 if call.prompt_ids is None else call.prompt_ids.size)
-            request = self._tokenize(call) if _is_short(call) else None
+            request = self._tokenize(call, trace) if _is_short(call) else None
             sink = self._sessions.open(
                 call.key,
                 call.options,
@@ -217,14 +233,15 @@ class Intake:
                 tenant=tenant,
                 num_bytes=call.num_bytes,
                 num_samples=call.params.n,
+                trace=trace,
             )
         self._cancel_as_noted(call, arrived_at)
         try:
             if request is not None:
                 self._submit(request, arrived_at, sink)
             else:
-                with self._counting(call.request_id, call.params):
-                    self._tokenize_later(call, arrived_at, sink)
+                with self._counting(call.request_id, call.params, call.trace_id):
+                    self._tokenize_later(call, arrived_at, sink, trace)
         except BaseException:
             self._sessions.drop(call.key)
             raise
@@ -237,22 +254,28 @@ class Intake:
         elif samples := self._cancellations.samples(*name, arrived_at, call.params.n):
             self._sessions.cancel_samples(call.key, samples)
 
-    def _tokenize(self, call: GenerateCall) -> GenerationRequest:
+    def _tokenize(self, call: GenerateCall, trace: RequestTrace | None) -> GenerationRequest:
         """The request for the service, with token ids instead of texts."""
+        began_at = time.monotonic()
         if call.prompt_ids is not None:
             ids: list[int] = call.prompt_ids.tolist()
         else:
             assert call.text is not None
             ids = self._tokenizer.encode(call.text, check_length=self._check_length)
+        bad_words_ids = self._tokenizer.encode_bad_words(call.params.bad_words)
+        if trace is not None:
+            trace.note_tokenized(began_at, time.monotonic(), len(ids))
         return GenerationRequest(
             key=call.key,
             request_id=call.request_id,
             prompt_ids=ids,
             params=call.params,
-            bad_words_ids=self._tokenizer.encode_bad_words(call.params.bad_words),
+            bad_words_ids=bad_words_ids,
             draft_ids=[] if call.draft_ids is None else call.draft_ids.tolist(),
             return_cumulative_logprob=call.wants_cumulative_logprob,
             timeout_s=call.timeout_s,
+            trace=trace,
+            trace_id=call.trace_id,
         )
 
     def _check_drafts(self, call: GenerateCall) -> None:
@@ -275,7 +298,9 @@ class Intake:
         skips_special = call.params.skip_special_tokens
         return self._tokenizer.decode(call.prompt_ids.tolist(), skip_special_tokens=skips_special)
 
-    def _tokenize_later(self, call: GenerateCall, arrived_at: float, sink: Sink) -> None:
+    def _tokenize_later(
+        self, call: GenerateCall, arrived_at: float, sink: Sink, trace: RequestTrace | None
+    ) -> None:
         """Have the texts tokenized in another thread, then submit the request."""
         limit = call.time_limit
 
@@ -295,7 +320,7 @@ class Intake:
             Prompt(
                 key=call.key,
                 tenant=call.params.tenant,
-                encode=partial(self._tokenize, call),
+                encode=partial(self._tokenize, call, trace),
                 num_bytes=call.num_bytes,
                 expires_at=None if limit is None else arrived_at + limit.seconds,
                 is_until_start=limit is None or limit.is_until_start,
@@ -305,7 +330,9 @@ class Intake:
 
     def _count_end(self, error: CharoniaError, call: GenerateCall) -> None:
         """Count and log a request that ended while it was tokenized."""
-        fields = request_fields(request_id=call.request_id, tenant=call.params.tenant)
+        fields = request_fields(
+            request_id=call.request_id, tenant=call.params.tenant, trace_id=call.trace_id
+        )
         self._request_log.note_refused(error, fields)
         if isinstance(error, RequestCancelledError):
             self._service.count_cancellation()

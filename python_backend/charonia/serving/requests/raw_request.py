@@ -37,6 +37,7 @@ class RawRequest:
         tensors: the inputs that are present, by name. parameters: the request's own parameters.
         timeout_us: gRPC's timeout in microseconds; 0 is none. num_bytes: size of the request.
         output_names: outputs that the client wants; all if it named none.
+        traceparent: its W3C trace context; None if Triton does not trace it.
     """
 
     tensors: Mapping[str, Array]
@@ -45,6 +46,7 @@ class RawRequest:
     timeout_us: int = 0
     output_names: frozenset[str] = frozenset(one.name for one in OUTPUTS)
     num_bytes: int = 0
+    traceparent: str | None = None
 
 
 def num_bytes_of(array: Array) -> int:

@@ -13,6 +13,7 @@ from charonia.core.output.outputs import Chunk
 from charonia.errors import CharoniaError, RequestCancelledError
 from charonia.serving.conventions.schema import OutputOptions
 from charonia.serving.requests.responders import Responder
+from charonia.tracing.request_trace import RequestTrace
 
 
 class Reports(Enum):
@@ -30,6 +31,7 @@ class Session:
     Attributes:
         name: request id and tenant. num_bytes: of the request, as received.
         samples: state of each sample, as its client knows it.
+        trace: gets its responses; None if it is not traced.
         chunks: unsent ones. is_queued: whether the ready queue or a sender thread has the session.
         is_cancelled: whether it was cancelled. is_abandoned: whether its client has disconnected.
         cancelled_samples: indexes of the cancelled samples.
@@ -49,6 +51,7 @@ class Session:
         num_bytes: int,
         num_samples: int,
         stream_interval: int,
+        trace: RequestTrace | None = None,
     ) -> None:
         self.key = key
         self.options = options
@@ -56,6 +59,7 @@ class Session:
         self.responder = responder
         self.name = name
         self.num_bytes = num_bytes
+        self.trace = trace
         self.samples = [Chunk(key, index=index) for index in range(num_samples)]
         self.chunks: list[Chunk] = []
         self._stream_interval = stream_interval

@@ -45,7 +45,9 @@ from charonia.serving.requests.responders import CancellationPoller, Responder, 
 from charonia.serving.requests.responses import Answer, chunk_outputs
 from charonia.serving.requests.session import Reports, Session
 from charonia.serving.requests.tensors import INTERNAL_ERROR
+from charonia.serving.requests.traced import note_sent
 from charonia.text.tokenizer import Tokenizer
+from charonia.tracing.request_trace import RequestTrace
 
 MAX_UNDER_WAY = 4
 SHARED_UNDER_WAY = 8
@@ -141,12 +143,14 @@ class Sessions:
         tenant: str = "",
         num_bytes: int = 0,
         num_samples: int = 1,
+        trace: RequestTrace | None = None,
     ) -> Callable[[Chunk], None]:
         """Open a session; returns the sink for its chunks, which never blocks.
 
         Args:
             num_samples: samples that the client gets.
             echo: returns the prompt's text, if it is prepended.
+            trace: gets its responses, and ends with the last one.
 
         Raises:
             InvalidRequestError: there is a live request with this key.
@@ -155,7 +159,15 @@ class Sessions:
         self._quota.take(num_bytes)
         name = request_id, tenant
         session = Session(
-            key, options, echo, responder, name, num_bytes, num_samples, self._stream_interval
+            key,
+            options,
+            echo,
+            responder,
+            name,
+            num_bytes,
+            num_samples,
+            self._stream_interval,
+            trace,
         )
         if not self._live.add(session):
             self._quota.give_back(num_bytes)
@@ -347,11 +359,15 @@ class Sessions:
                     self._queue(session)
                     continue
                 chunks = session.give_out()
+            began_at = time.monotonic()
             try:
                 self._send(session, chunks)
             except Exception:
                 self._log(f"error: a response could not be sent: {traceback.format_exc()}")
                 self._give_up(session)
+            if session.trace is not None:
+                is_over = self._live.get(session.key) is not session
+                note_sent(session.trace, chunks, began_at, time.monotonic(), is_last=is_over)
             with session.lock:
                 session.is_queued = False
                 self._queue(session)

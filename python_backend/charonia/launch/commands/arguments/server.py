@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from charonia.errors import ConfigError
 from charonia.events import LEVELS, Level, Log
 from charonia.gateway.settings import DEFAULT_HOST, DEFAULT_PORT, Fallback, GatewaySettings
-from charonia.launch.commands.arguments.values import port, positive, positive_float, seconds
+from charonia.launch.commands.arguments.values import count, port, positive, positive_float, seconds
 from charonia.launch.commands.log_printer import FORMATS, LogPrinter
 from charonia.log_level import DEFAULT, LevelFile
 
@@ -90,6 +90,7 @@ def add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         help="time for requests to finish after SIGTERM (default: %(default)g); 0 ends them at "
         "once, as SIGINT does",
     )
+    _add_traces(serve)
     serve.add_argument("--verbose", action="store_true", help="show all of tritonserver's log")
     _add_log(
         serve,
@@ -235,6 +236,7 @@ def add_gateway(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
             metavar="N",
             help=f"{what} (default: {shown})",
         )
+    _add_traces(gateway)
     _add_log(gateway, "it is fixed; of a `charonia serve --gateway` it is the server's")
     gateway.set_defaults(run=_run_gateway)
 
@@ -256,6 +258,21 @@ def _add_log(parser: argparse.ArgumentParser, note: str) -> None:
         choices=LEVELS,
         help="the most detailed lines that are shown; debug has the life of each request (default: "
         f"{DEFAULT}); {note}",
+    )
+
+
+def _add_traces(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--otlp-traces-endpoint",
+        metavar="URL",
+        help="OTLP collector that gets a trace of each request, http://HOST:PORT (default: none)",
+    )
+    parser.add_argument(
+        "--trace-rate",
+        type=count,
+        metavar="N",
+        help="trace one in N requests, beside those whose client traces them; 0 traces only those "
+        "(default: 1)",
     )
 
 
@@ -372,6 +389,7 @@ def _run_serve(options: argparse.Namespace) -> None:
         if getattr(options, name) is not None and not options.gateway:
             option = name.replace("_", "-")
             raise ConfigError(f"--{option} is about the --gateway, which is not asked for")
+    _check_traces(options)
     gateway_port = DEFAULT_PORT if options.gateway_port is None else options.gateway_port
     settings = [*options.settings]
     if options.log_prompts:
@@ -400,11 +418,24 @@ def _run_serve(options: argparse.Namespace) -> None:
             api_key_file=options.api_key_file,
             log_format=options.log_format,
             log_level=options.log_level or DEFAULT,
+            otlp_traces_endpoint=options.otlp_traces_endpoint,
+            trace_rate=1 if options.trace_rate is None else options.trace_rate,
         ),
     )
 
 
+def _check_traces(options: argparse.Namespace) -> None:
+    """Raises ConfigError: the endpoint is wrong, or there is a rate without one."""
+    from charonia.tracing.endpoint import check_endpoint
+
+    if options.otlp_traces_endpoint is not None:
+        check_endpoint(options.otlp_traces_endpoint)
+    elif options.trace_rate is not None:
+        raise ConfigError("--trace-rate is about --otlp-traces-endpoint, which is not given")
+
+
 def _run_gateway(options: argparse.Namespace) -> None:
+    _check_traces(options)
     try:
         from charonia.gateway.server import run_gateway
     except ModuleNotFoundError as error:
@@ -438,6 +469,8 @@ def _run_gateway(options: argparse.Namespace) -> None:
             request_timeout_s=options.request_timeout_s,
             drain_timeout_s=options.drain_timeout_s,
             num_threads=options.num_threads,
+            otlp_traces_endpoint=options.otlp_traces_endpoint,
+            trace_rate=1 if options.trace_rate is None else options.trace_rate,
         ),
         Log(printer.say, level),
     )

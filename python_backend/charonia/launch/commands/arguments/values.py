@@ -32,6 +32,12 @@ def positive(text: str) -> int:
     return _number(int, text, accepted, lambda value: 1 <= value <= _MAX_INTEGER)
 
 
+def count(text: str) -> int:
+    """A whole number from 0 on."""
+    accepted = f"a number from 0 to {_MAX_INTEGER}"
+    return _number(int, text, accepted, lambda value: 0 <= value <= _MAX_INTEGER)
+
+
 def positive_float(text: str) -> float:
     """A number above 0."""
     return _number(float, text, "a number above 0", lambda value: 0 < value < inf)

@@ -1,0 +1,44 @@
+"""The W3C trace context of a request.
+
+Owns the form of `traceparent`: https://www.w3.org/TR/trace-context/#traceparent-header.
+"""
+
+import re
+from typing import NamedTuple
+
+_FORM = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?", re.ASCII)
+_SAMPLED = 1
+
+
+class TraceContext(NamedTuple):
+    """The place of a request in a trace.
+
+    Attributes:
+        trace_id: 128 bits. span_id: 64 bits, of the span that the request belongs to.
+        is_sampled: whether that span is recorded.
+    """
+
+    trace_id: int
+    span_id: int
+    is_sampled: bool
+
+    @property
+    def hex_trace_id(self) -> str:
+        """The trace id as others show it: 32 hexadecimal digits."""
+        return f"{self.trace_id:032x}"
+
+
+def parse_traceparent(text: str | None) -> TraceContext | None:
+    """Parse a `traceparent`; None if there is none, or if it is not valid.
+
+    A later version than 00 may have more fields, which are ignored.
+    """
+    found = None if text is None else _FORM.fullmatch(text.strip())
+    if found is None:
+        return None
+    version, trace_id, span_id, flags, rest = found.groups()
+    if version == "ff" or (version == "00" and rest is not None):
+        return None
+    if not int(trace_id, 16) or not int(span_id, 16):
+        return None
+    return TraceContext(int(trace_id, 16), int(span_id, 16), bool(int(flags, 16) & _SAMPLED))
