@@ -45,7 +45,10 @@ def test_a_dead_or_stopped_scheduler_is_restarted_and_open_streams_end_with_an_e
     assert new != old
     assert not psutil.pid_exists(old) or psutil.Process(old).status() == psutil.STATUS_ZOMBIE
     # Triton's core may itself abort when a model's process dies in the middle of a response.
-    noticed = (f"process_lost level=error model=scheduler kind={KINDS[fault]}", "was ended by SIGABRT")
+    noticed = (
+        f"process_lost level=error model=scheduler kind={KINDS[fault]}",
+        "was ended by SIGABRT",
+    )
     assert any(reason in supervised.lines[0] for reason in noticed)
 
 
