@@ -300,7 +300,7 @@ def test_an_argument_that_has_no_effect_without_another_one_is_logged(
     args = EngineArgs.from_dict({"model": "m", name: value} | without, lines.append)
     assert getattr(args, name) == value
     (other,) = needed
-    assert lines == [f"engine argument {name} = {value!r} has no effect without {other}"]
+    assert lines == [f"warning: engine argument {name} = {value!r} has no effect without {other}"]
 
 
 def test_a_directory_for_the_kv_cache_must_have_a_name(tmp_path: Path):

@@ -52,6 +52,7 @@ RULES = {
     "checkpoint_files": rule("errors"),
     "sockets": rule("events"),
     "events": rule(),
+    "log_level": rule("events"),
     # No threads and no clock: time is an argument.
     "control": rule("protocol errors", never="threading concurrent asyncio multiprocessing time"),
     "text": rule("protocol errors checkpoint_files", "tokenizers jinja2"),
@@ -93,7 +94,7 @@ RULES = {
     # It makes the tokenizer that it hands to the engine's service.
     "serving": rule(
         "core metrics text embedding protocol config sampling_defaults sockets supervision errors"
-        " events tracing"
+        " events log_level tracing"
         " checkpoint_files",
         "numpy msgspec grpc tritonclient",
     ),

@@ -24,12 +24,14 @@ BY_REASON: Mapping[str, Mapping[str, tuple[Any, ...] | None]] = {
         "max_seq_len_to_capture": _ANY,
     },
     "metrics and the log are Triton's": {
-        "disable_log_requests": _ANY,
         "disable_log_stats": _ANY,
-        "enable_log_requests": _ANY,
-        "max_log_len": _ANY,
         "collect_detailed_traces": (),
         "otlp_traces_endpoint": (),
+    },
+    "what the log says of requests is a setting of the server (--log-level, --log-prompts)": {
+        "disable_log_requests": _ANY,
+        "enable_log_requests": _ANY,
+        "max_log_len": _ANY,
     },
     "a checkpoint is a directory of safetensors files, and no code in it is ever run": {
         "code_revision": (),

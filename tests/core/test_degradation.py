@@ -61,7 +61,7 @@ def test_rungs_are_climbed_one_after_the_other_and_left_more_slowly(make):
     assert bench.metrics.gauges["charonia_degradation_level", ""] == 0
     assert len(bench.lines) == 8
     assert "degradation" in bench.lines[1]
-    assert "level=2" in bench.lines[1]
+    assert "taken=2" in bench.lines[1]
     assert "speculation,chunks" in bench.lines[1]
 
 

@@ -141,7 +141,7 @@ def test_a_request_that_kills_every_engine_fails_alone():
     counters = bench.core.metrics.counters
     assert counters["charonia_engine_restarts_total", ""] >= 3
     assert counters["charonia_requests_quarantined_total", ""] == 1
-    assert "request_quarantined key=x request_id=id-x" in bench.lines
+    assert "request_quarantined level=error key=x request_id=id-x" in bench.lines
 
 
 def test_an_engine_that_dies_while_it_is_loaded_is_loaded_again_and_nobody_suffers():
@@ -155,7 +155,7 @@ def test_an_engine_that_dies_while_it_is_loaded_is_loaded_again_and_nobody_suffe
     bench.run()
     for key in "abc":
         assert bench.tokens(key) == expected(key)
-    assert "engine_load_failed retry_in=0 failed_requests=0" in bench.lines[1]
+    assert "engine_load_failed level=error retry_in=0 failed_requests=0" in bench.lines[1]
     bench.executor.die_next = 1
     bench.executor.refuse_restarts = 1
     bench.add("d")

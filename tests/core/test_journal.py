@@ -380,7 +380,7 @@ def test_a_full_journal_ends_and_requests_go_on(tmp_path, entries):
     bench.add("a")
     bench.run()
     assert len(bench.tokens("a")) == 20
-    assert lines == ['journal_stopped reason="record_max_bytes are written"']
+    assert lines == ['journal_stopped level=warning reason="record_max_bytes are written"']
     assert replay(tmp_path).end == "record_max_bytes are written"
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 3000
     assert replay(tmp_path).differences == ()
@@ -396,7 +396,7 @@ def test_a_broken_disk_ends_it_and_requests_go_on(tmp_path, monkeypatch):
     journal.flush(now=10.0)
     bench.run()
     assert len(bench.tokens("a")) == 20
-    assert lines == ['journal_stopped reason="No space left on device"']
+    assert lines == ['journal_stopped level=warning reason="No space left on device"']
 
 
 class BrokenFile:

@@ -233,7 +233,7 @@ def test_what_is_published_too_fast_is_dropped_and_never_believed_in(
     assert [events[-1] for events in batches[after:]] == [
         stored(number) for number in range(21 - len(batches) + after, 21)
     ]
-    assert any(line.startswith("kv_events_dropped batches=") for line in lines)
+    assert any(line.startswith("kv_events_dropped level=warning batches=") for line in lines)
 
 
 def test_before_it_is_started_and_without_readers_nothing_is_kept(endpoint, lines):

@@ -140,7 +140,7 @@ def test_a_record_goes_on_and_ends_at_its_limit(make_recorder, tmp_path, lines):
         second.note_step(STEP)
     second.flush()
     assert len(read_steps(tmp_path / "record" / STEPS)) == 4
-    assert lines == ['recording_stopped reason="record_max_bytes are written"']
+    assert lines == ['recording_stopped level=warning reason="record_max_bytes are written"']
     second.close()
 
 
@@ -160,7 +160,7 @@ def test_a_full_disk_ends_the_record_alone(make_recorder, lines):
     os.dup2(os.open("/dev/full", os.O_WRONLY), recorder._files[STEPS].fileno())
     recorder.note_step(STEP)
     recorder.flush()
-    assert lines == ['recording_stopped reason="No space left on device"']
+    assert lines == ['recording_stopped level=warning reason="No space left on device"']
     recorder.note_step(STEP)
     recorder.close()
 

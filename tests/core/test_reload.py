@@ -354,7 +354,9 @@ def test_a_file_that_cannot_be_put_away_loses_nobody(fails):
         assert any("engine_reload_failed" in line and reason in line for line in bench.lines)
     else:
         assert (order.phase, order.num_live) == ("done", 1)
-        assert bench.lines[-1] == 'engine_reload_unsettled reason="Input/output error"'
+        assert (
+            bench.lines[-1] == 'engine_reload_unsettled level=warning reason="Input/output error"'
+        )
     bench.run()
     assert bench.tokens("a") == expected("a")
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from charonia.events import Log
 from charonia.gateway.errors import shutting_down
 from charonia.gateway.observing import Metrics, Observed
 from charonia.gateway.watching import PIECE_BYTES, CutOffError, Reply, StalledError
@@ -224,7 +225,7 @@ def test_a_plain_answer_that_nobody_takes_is_aborted() -> None:
             "headers": [],
             "extensions": {"charonia.abort": lambda: aborted.append(True)},
         }
-        observed = Observed(app, Metrics(), print, frozenset(), 0.05)
+        observed = Observed(app, Metrics(), Log(print, lambda: "info"), frozenset(), 0.05)
         await observed(scope, take, send)
 
     asyncio.run(main())

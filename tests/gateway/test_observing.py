@@ -47,7 +47,7 @@ def test_a_request_is_known_by_the_id_that_its_client_gave(gateway: Gateway) -> 
     reply = gateway.http.post(TEXT, json=body, headers={"x-request-id": "mine-1"})
     assert reply.headers["x-request-id"] == "mine-1"
     assert reply.json()["id"] == "cmpl-mine-1"
-    line = gateway.wait_line("request id=mine-1")
+    line = gateway.wait_line("request request_id=mine-1")
     assert "status=200" in line
     assert "completion_tokens=1" in line
     for strange in (b"a b", b"x" * 200, b'a"', "ä".encode()):
@@ -59,5 +59,5 @@ def test_health_is_asked_without_a_line_in_the_log(gateway: Gateway) -> None:
     for path in ("/health/live", "/health/ready", "/metrics"):
         assert gateway.http.get(path, headers={"x-request-id": "quiet"}).status_code == 200
     gateway.http.get("/v1/models", headers={"x-request-id": "loud"})
-    gateway.wait_line("request id=loud")
-    assert not any("id=quiet" in line for line in gateway.lines)
+    gateway.wait_line("request request_id=loud")
+    assert not any("request_id=quiet" in line for line in gateway.lines)

@@ -15,6 +15,7 @@ from fastapi.routing import APIRoute
 from openapi_spec_validator import validate
 
 from charonia.errors import InvalidRequestError
+from charonia.events import Log
 from charonia.gateway import openapi, routes
 from charonia.gateway.app import make_app
 from charonia.gateway.errors import ApiError
@@ -91,7 +92,7 @@ def test_every_route_of_the_gateway_is_described() -> None:
         fallback=None,
     )
     watch: Any = SimpleNamespace(stall_timeout_s=1.0)
-    app: FastAPI = make_app(serving, watch, Metrics(), print)
+    app: FastAPI = make_app(serving, watch, Metrics(), Log(print, lambda: "info"))
     served = {
         (method.lower(), route.path.replace(":path}", "}"))
         for route in app.routes

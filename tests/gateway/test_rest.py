@@ -171,7 +171,7 @@ def test_an_operator_sees_what_failed_in_a_batch(gateway: Gateway, *, stream: bo
         body = {"requests": entries, "stream": stream}
         headers = {"x-request-id": f"{name}-{stream}"}
         assert gateway.http.post(BATCH, json=body, headers=headers).status_code == 200
-        return gateway.wait_line(f"request id={name}-{stream}")
+        return gateway.wait_line(f"request_id={name}-{stream}")
 
     before = {status: count(status) for status in (200, 400, 404)}
     failed = line("failed", [{"prompt": "x", "model": "large"}, {"prompt": "x", "model": "large"}])

@@ -6,6 +6,7 @@ import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -20,6 +21,8 @@ from support.waiting import WAIT_S
 
 KEY = "sk-of-the-test"
 JSON = ("--log-format", "json")
+TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
+TRACED = {"traceparent": f"00-{TRACE_ID}-00f067aa0ba902b7-01"}
 
 
 @pytest.fixture
@@ -64,9 +67,14 @@ def test_the_gateway_beside_a_server_comes_back_when_it_is_killed_and_ends_with_
     assert second.pid != first.pid
     client = OpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=WAIT_S)
     with client:
+        assert main(["log-level", "debug", "--runtime-dir", str(serving.runtime_dir)]) == 0
         chat = client.chat.completions.create(
-            model=model.name, messages=[{"role": "user", "content": "x"}], max_tokens=1
+            model=model.name,
+            messages=[{"role": "user", "content": "x"}],
+            max_tokens=1,
+            extra_headers={"x-request-id": "traced", **TRACED},
         )
+        assert main(["log-level", "info", "--runtime-dir", str(serving.runtime_dir)]) == 0
         assert chat.usage is not None
         assert chat.usage.prompt_tokens == 1
         stream = client.completions.create(
@@ -86,8 +94,27 @@ def test_the_gateway_beside_a_server_comes_back_when_it_is_killed_and_ends_with_
     assert "gateway_restarting" in stderr
     assert "gateway_draining" in stderr
     assert "Traceback" not in stderr
-    assert "request id=" not in stderr
+    check_lines_of_requests(logged)
     assert not second.is_running()
+
+
+def check_lines_of_requests(logged: list[dict[str, Any]]) -> None:
+    """One request came at the level "debug", and another one at "info"."""
+    traced = [line for line in logged if line.get("trace_id") == TRACE_ID]
+    assert [(line["event"], line["level"]) for line in traced] == [
+        ("request_received", "debug"),
+        ("request", "info"),
+    ]
+    assert {line["request_id"] for line in traced} == {"traced"}
+    names = [(one["source"], one["event"]) for one in logged if "event" in one]
+    assert names.count(("scheduler", "request_ended")) == 1
+    paths = [one["path"] for one in logged if one.get("event") == "request"]
+    assert [path for path in paths if path.startswith("/v1")] == [
+        "/v1/chat/completions",
+        "/v1/completions",
+    ]
+    (restarting,) = (line for line in logged if line.get("event") == "gateway_restarting")
+    assert restarting["level"] == "error"
 
 
 @long

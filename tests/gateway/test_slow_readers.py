@@ -15,6 +15,7 @@ from typing import Any
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
+from charonia.events import Log
 from charonia.gateway.connections import UNSENT_BYTES, Connection, bounded
 from charonia.gateway.observing import Metrics, Observed
 from charonia.gateway.watching import Reply, Watch, Work
@@ -79,7 +80,8 @@ async def asking() -> AsyncGenerator[Exchange, None]:
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as client:
         lines: list[str] = []
         watch = Watch(read_timeout_s=STALL_S, stall_timeout_s=STALL_S, log=lines.append, **options)
-        observed = Observed(app, Metrics(), lines.append, frozenset(), STALL_S + 1.0)
+        log = Log(lines.append, lambda: "info")
+        observed = Observed(app, Metrics(), log, frozenset(), STALL_S + 1.0)
         config = uvicorn.Config(observed, http=bounded(STALL_S), lifespan="off", log_level="error")
         server = uvicorn.Server(config)
         exchange = Exchange(client, server, lines=lines)

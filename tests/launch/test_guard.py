@@ -49,7 +49,7 @@ def test_without_a_compiler_the_log_says_what_is_open(
     environment: dict[str, str] = {}
     guard.add_to(environment, "k")
     assert environment == {}
-    assert guard.describe().startswith("request_guard_missing reason=")
+    assert guard.describe().startswith("request_guard_missing level=warning reason=")
     assert reason in guard.describe()
 
 

@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 
+from charonia.events import Level
 from charonia.launch.commands.log_printer import LogPrinter
 from charonia.launch.server.logs import (
     as_record,
     crash_reason,
     failure_reason,
     is_interesting,
+    severity,
 )
+from charonia.serving.hosts.model_process import headed
 
 OURS = 'I1121 02:39:01.884703 6344 model.py:7] "weights: 40 % read"'
 LOADING = 'I1121 02:39:00.049192 6344 model_lifecycle.cc:472] "loading: scheduler:1"'
@@ -99,10 +102,81 @@ HEAD = {"time": "2026-11-27T12:00:00.250+00:00", "level": "info"}
         ),
         ("Signal (6) received.", {"source": "server", "message": "Signal (6) received."}),
         ("[engine] a level=5 time=6", {"source": "engine", "event": "a"}),
+        (
+            "[scheduler] engine_died level=error kind=hung",
+            {"level": "error", "source": "scheduler", "event": "engine_died", "kind": "hung"},
+        ),
+        (
+            "charonia: request level=warning request_id=7 status=503",
+            {
+                "level": "warning",
+                "source": "charonia",
+                "event": "request",
+                "request_id": "7",
+                "status": 503,
+            },
+        ),
+        (
+            "[engine] warning: rank 1: it is slow",
+            {"level": "warning", "source": "engine", "message": "rank 1: it is slow"},
+        ),
+        (
+            "[scheduler] request_received level=debug trace_id=00000000000000000000000000000012 "
+            "prompt=12",
+            {
+                "level": "debug",
+                "source": "scheduler",
+                "event": "request_received",
+                "trace_id": "00000000000000000000000000000012",
+                "prompt": "12",
+            },
+        ),
     ],
 )
 def test_a_line_is_an_object_of_what_it_says(line: str, expected: dict[str, Any]) -> None:
     assert as_record(line, NOW) == HEAD | expected
+
+
+@pytest.mark.parametrize(
+    ("line", "level"),
+    [
+        (LOADING, "info"),
+        (EXIT_TIMEOUT, "error"),
+        (EXIT_TIMEOUT.replace("E1121", "W1121"), "warning"),
+        (EXIT_TIMEOUT.replace("E1121", "F1121"), "error"),
+        ("[scheduler] error: a request failed: Traceback", "error"),
+        ("charonia: warning: no more", "warning"),
+        ("charonia: it said warning: no", "info"),
+        ("Signal (6) received.", "info"),
+    ],
+)
+def test_a_line_has_its_own_level_or_that_of_triton(line: str, level: str) -> None:
+    assert severity(line) == level
+
+
+def test_lines_below_the_level_are_not_printed() -> None:
+    shown = io.StringIO()
+    level: Level = "warning"
+    printer = LogPrinter("text", shown, level=lambda: level)
+    printer.line(LOADING)
+    printer.say("serving")
+    printer.line(EXIT_TIMEOUT)
+    level = "debug"
+    printer.line("[scheduler] request_ended level=debug tokens=3")
+    assert shown.getvalue().splitlines() == [
+        EXIT_TIMEOUT,
+        "[scheduler] request_ended level=debug tokens=3",
+    ]
+
+
+def test_each_line_of_a_traceback_has_the_head_and_the_level_of_the_first() -> None:
+    text = headed("engine", "error: it failed: Traceback\n  File x\nValueError\n")
+    assert text.splitlines() == [
+        "[engine] error: it failed: Traceback",
+        "[engine] error:   File x",
+        "[engine] error: ValueError",
+    ]
+    assert headed("engine", "two\nlines") == "[engine] two\n[engine] lines\n"
 
 
 def test_lines_are_printed_as_they_are_or_as_json() -> None:

@@ -48,13 +48,15 @@ def test_a_leader_gets_the_stack_limit_and_keeps_the_hard_one(tmp_path: Path) ->
 
 def test_a_low_hard_limit_is_taken_and_named() -> None:
     said = describe_under("RLIMIT_STACK", HARD_BYTES)
-    assert said.startswith(f"{HARD_BYTES} thread_stacks_small bytes={HARD_BYTES} reason=")
+    assert said.startswith(
+        f"{HARD_BYTES} thread_stacks_small level=warning bytes={HARD_BYTES} reason="
+    )
     assert f"the hard limit of the stack is {HARD_BYTES} bytes" in said
 
 
 def test_a_limited_address_space_leaves_the_stack_as_it_is() -> None:
     said = describe_under("RLIMIT_AS", 2**36)
-    assert said.startswith("None thread_stacks_small bytes=unchanged reason=")
+    assert said.startswith("None thread_stacks_small level=warning bytes=unchanged reason=")
     assert "the address space is limited" in said
 
 

@@ -1,9 +1,13 @@
 """What watches a server, on real parts: `make observe-test`.
 
-Without Prometheus (Debian: prometheus; or PROMETHEUS names it) the tests here are not collected.
+Without Prometheus (Debian: prometheus; or PROMETHEUS names it) the tests with it are not collected,
+and without rsyslog (Debian: rsyslog; or RSYSLOGD names it) those of the log.
 """
 
-from support.prometheus import PROGRAM
+from support import prometheus, rsyslog
 
-if PROGRAM is None:
-    collect_ignore_glob = ["test_*.py"]
+collect_ignore = []
+if prometheus.PROGRAM is None:
+    collect_ignore += ["test_alerts.py", "test_dashboards.py"]
+if rsyslog.PROGRAM is None:
+    collect_ignore += ["test_logs.py"]

@@ -110,7 +110,7 @@ def test_what_cannot_be_read_ends_its_connection_and_leaves_one_short_line(
     assert broken.receive(WAIT_S) is None
     broken.close()
     (line,) = log
-    assert line.startswith("a message could not be read: ")
+    assert line.startswith("error: a message could not be read: ")
     assert len(line) < 80
     client = StepsClient(tmp_path)
     assert client.ask(Hello()) == INFO
@@ -281,4 +281,4 @@ def test_a_reload_that_fails_tells_clients_its_reason_or_kind_and_the_log_all(
     (tmp_path / RELOAD_MARK).write_text(f"{own_pid} {start_time(own_pid)}", encoding="ascii")
     with pytest.raises(raised, match=f"^{reason}$"):
         make_host(make_runner=make_runner)
-    assert log[0] == f'load_failed reason="{type(error).__name__}: {error}"'
+    assert log[0] == f'load_failed level=error reason="{type(error).__name__}: {error}"'

@@ -13,6 +13,7 @@ import pytest
 
 from charonia.config import EngineArgs, SchedulerArgs
 from charonia.core.admission import GenerationRequest
+from charonia.core.request_log import RequestLog
 from charonia.core.service import EngineService
 from charonia.errors import (
     EngineDiedError,
@@ -23,6 +24,7 @@ from charonia.errors import (
     RequestTimeoutError,
     ShuttingDownError,
 )
+from charonia.events import Log, level_of, parse_event
 from charonia.protocol import EngineInfo
 from charonia.serving.requests.cancellations import MAX_NAMES, Cancellations
 from charonia.serving.requests.intake import Intake, Pipeline
@@ -71,6 +73,9 @@ class Bench:
         wait_s: float = WAIT_S,
         tenants_file: Path | None = None,
     ) -> None:
+        self.log: list[str] = []
+        self.requests: list[str] = []
+        request_log = RequestLog(Log(self.requests.append, lambda: "debug"))
         self.tokenizer = Gated()
         self.new_responder = new_responder
         self.service = EngineService(
@@ -79,8 +84,8 @@ class Bench:
             SchedulerArgs(tenants_file=None if tenants_file is None else str(tenants_file)),
             self.tokenizer,
             log=lambda line: None,
+            request_log=request_log,
         )
-        self.log: list[str] = []
         self.quota = Quota(8, 10**6)
         self.tokenizing = Tokenizing(1, Quota(2, 10**6), log=self.log.append)
         self.sessions = Sessions(
@@ -97,6 +102,7 @@ class Bench:
             self.tokenizing,
             SEALER,
             is_forwarded=lambda name: name.startswith("X-"),
+            request_log=request_log,
             log=self.log.append,
         )
         self.service.start(wait_s=wait_s)
@@ -379,6 +385,61 @@ def test_without_an_engine_nothing_is_tokenized(new_responder: Callable[[], Any]
     assert isinstance(error_of(bench.take()), EngineDownError)
     assert bench.tokenizer.num_long == 0
     bench.close()
+
+
+def fields_of(lines: Sequence[str]) -> list[tuple[str, dict[str, str]]]:
+    parsed = [parse_event(line) for line in lines]
+    assert all(level_of(line) == "debug" for line in lines)
+    return [one for one in parsed if one is not None]
+
+
+@pytest.mark.parametrize(("text", "num_prompt"), [("short", "4"), (LONG, "20")])
+def test_the_life_of_a_request_is_in_the_log_under_its_names_and_without_its_prompt(
+    bench: Bench, text: str, num_prompt: str
+) -> None:
+    bench.tokenizer.may_go_on.set()
+    text_of(bench.take(text, request_id="7", tenant="t", max_tokens=3, ignore_eos=True))
+    found = fields_of(bench.requests)
+    assert [name for name, _ in found] == [
+        "request_received",
+        "request_started",
+        "request_first_token",
+        "request_ended",
+    ]
+    assert {(one["request_id"], one["tenant"]) for _, one in found} == {("7", "t")}
+    assert len({one["key"] for _, one in found}) == 1
+    received, ended = found[0][1], found[-1][1]
+    assert (received["max_tokens"], ended["tokens"], ended["outcome"]) == ("3", "3", "length")
+    assert received["prompt_tokens"] == ended["prompt_tokens"] == num_prompt
+    assert float(ended["total_seconds"]) >= float(ended["queue_seconds"]) >= 0
+    assert not any(text[:5] in line for line in bench.requests)
+
+
+def test_each_line_of_a_request_has_the_id_of_its_trace(bench: Bench) -> None:
+    trace_id = "4bf92f3577b34da6a3ce929d0e0e4736"
+    context = f"00-{trace_id}-00f067aa0ba902b7-01"
+    tensors = {"text_input": np.array([b"short"], dtype=object)}
+    responders = [bench.new_responder() for _ in range(2)]
+    for responder, max_tokens in zip(responders, (1, 0), strict=True):
+        raw = RawRequest(tensors, {"max_tokens": max_tokens}, traceparent=context)
+        bench.intake.take(lambda raw=raw: raw, responder)
+    text_of(responders[0])
+    error_of(responders[1])
+    found = fields_of(bench.requests)
+    assert {name for name, _ in found} >= {"request_received", "request_refused", "request_ended"}
+    assert {one["trace_id"] for _, one in found} == {trace_id}
+
+
+def test_a_refused_request_is_in_the_log_with_the_reason(bench: Bench) -> None:
+    errors = [
+        error_of(bench.take("short", request_id="8", max_tokens=0)),
+        error_of(bench.take_ids(2**13)),
+    ]
+    found = fields_of(bench.requests)
+    assert [name for name, _ in found] == ["request_refused"] * 2
+    assert [one["reason"] for _, one in found] == list(map(str, errors))
+    assert [one.get("request_id") for _, one in found] == ["8", None]
+    assert [one["kind"] for _, one in found] == ["invalid_request", "prompt_too_long"]
 
 
 def test_the_end_of_the_server_answers_what_is_tokenized(new_responder: Callable[[], Any]) -> None:

@@ -104,7 +104,7 @@ def test_without_a_scheduler_chunks_are_handed_on_and_not_each_asks_for_it(
     for _ in range(3):
         assert hand_on(KEY, has_gone=True) == {"text_output": [b"a"]}
     assert pb_utils.num_calls == 1
-    assert log == ["the scheduler could not be told of a chunk: it is not ready"]
+    assert log == ["warning: the scheduler could not be told of a chunk: it is not ready"]
     pb_utils.refusal = None
     clock.now += postprocessor_host._TRY_AGAIN_S + 1
     scheduler = SchedulerEnd(tmp_path)

@@ -8,6 +8,7 @@ import pytest
 
 from charonia.config import EngineArgs, SchedulerArgs
 from charonia.errors import ConfigError
+from charonia.events import Log
 from charonia.serving.hosts.scheduler import SchedulerHost, _read_args
 
 REFUSAL = r"inter_token_target_ms = 20\.0 has no effect with enable_chunked_prefill = false"
@@ -29,7 +30,7 @@ def test_a_target_between_tokens_needs_prompts_that_can_be_cut(tmp_path: Path) -
         "model_repository": str(tmp_path / "scheduler"),
     }
     with pytest.raises(ConfigError, match=REFUSAL):
-        SchedulerHost(None, args, log=print)
+        SchedulerHost(None, args, log=Log(print, lambda: "info"))
 
 
 def test_an_engine_that_was_loaded_by_hand_needs_them_as_well(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ _HEAD = re.compile(r"^(?:\[\S+\] |charonia: )")
 
 
 def events(lines: Iterable[str], name: str) -> list[dict[str, str]]:
-    """The fields of all events of this name, in order."""
+    """The fields of all events of this name, in order, without their level."""
     parsed = (written.parse_event(_HEAD.sub("", line)) for line in list(lines))
-    return [event[1] for event in parsed if event is not None and event[0] == name]
+    found = [event[1] for event in parsed if event is not None and event[0] == name]
+    return [{key: value for key, value in one.items() if key != "level"} for one in found]

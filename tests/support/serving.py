@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import IO
 
 import psutil
 
@@ -18,15 +19,15 @@ class Serving:
     """A `charonia serve` on free ports.
 
     Args:
-        arguments: beside the ports.
+        arguments: beside the ports. stderr: where the log goes; a pipe by default.
     """
 
-    def __init__(self, *arguments: object) -> None:
+    def __init__(self, *arguments: object, stderr: IO[bytes] | int = subprocess.PIPE) -> None:
         ports = ("--http-port", "0", "--grpc-port", "0", "--metrics-port", "0")
         self.process = subprocess.Popen(
             [*CHARONIA, "serve", *ports, *map(str, arguments)],
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=stderr,
             text=True,
         )
 

@@ -58,7 +58,7 @@ def test_a_collector_that_is_away_is_logged_and_holds_nothing_up(
     assert trace is not None
     trace.end(1.0)
     tracer.close()
-    assert all(line.startswith("traces_not_sent reason=") for line in lines)
+    assert all(line.startswith("traces_not_sent level=warning reason=") for line in lines)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from charonia.tracing.traceparent import TraceContext, parse_traceparent
+from charonia.tracing.traceparent import TraceContext, parse_traceparent, trace_id_of
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
@@ -11,7 +11,7 @@ TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 def test_a_valid_one_is_read(flags: str, is_sampled: bool) -> None:
     context = parse_traceparent(f"00-{TRACE}-{SPAN}-{flags}")
     assert context == TraceContext(int(TRACE, 16), int(SPAN, 16), is_sampled)
-    assert context.hex_trace_id == TRACE
+    assert trace_id_of(f" 00-{TRACE}-{SPAN}-{flags} ") == context.hex_trace_id == TRACE
 
 
 def test_a_later_version_may_have_more() -> None:
@@ -37,3 +37,4 @@ def test_a_later_version_may_have_more() -> None:
 )
 def test_another_one_is_none(text: str | None) -> None:
     assert parse_traceparent(text) is None
+    assert trace_id_of(text) is None

@@ -289,7 +289,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         for name, needed in _NEEDS.items():
             value = getattr(args, name)
             if value != getattr(defaults, name) and not getattr(args, needed):
-                log(f"engine argument {name} = {value!r} has no effect without {needed}")
+                log(f"warning: engine argument {name} = {value!r} has no effect without {needed}")
         return args
 
     @classmethod

@@ -106,6 +106,9 @@ class SchedulerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         stream_interval: tokens of a sample that a stream gathers before it sends a response, which
             takes fewer responses. The first token is sent at once; an end or an error is never
             held. The name is vLLM's and TensorRT-LLM's.
+        log_prompts: show the beginning of each request's prompt in its line of level debug
+            (`request_received`). Otherwise no line of the log has text of a prompt.
+        max_log_len: characters of a prompt that `log_prompts` shows. The name is vLLM's.
         otlp_traces_endpoint: OTLP collector that gets a trace of each request which Triton or the
             client traces: `http://HOST:PORT`, with a path if it is not `/v1/traces`, or
             `grpc://HOST:PORT`. None sends none. The name is vLLM's.
@@ -145,6 +148,8 @@ class SchedulerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     semantic_cache_threshold: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
     semantic_cache_model: str | None = None
     stream_interval: PositiveInt = 1
+    log_prompts: bool = False
+    max_log_len: PositiveInt = 256
     otlp_traces_endpoint: str | None = None
     num_sender_threads: Annotated[int, msgspec.Meta(ge=1, le=_MAX_THREADS)] = 2
     num_tokenizer_threads: Annotated[int, msgspec.Meta(ge=1, le=_MAX_THREADS)] = 2
@@ -163,6 +168,7 @@ class SchedulerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             "semantic_cache_model": "semantic_cache_threshold",
             "record_schedule": "record_dir",
             "record_token_ids": "record_schedule",
+            "max_log_len": "log_prompts",
         }
         defaults = {field.name: field.default for field in msgspec.structs.fields(type(self))}
         for name, needed in needs.items():

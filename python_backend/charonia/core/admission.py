@@ -15,6 +15,7 @@ import msgspec
 from charonia.config import EngineArgs
 from charonia.control import Group, Limits, Request
 from charonia.errors import InvalidRequestError, NotSupportedError
+from charonia.events import request_fields
 from charonia.protocol import UINT64_MAX, CacheRange, EngineInfo, RowSampling, SamplingParams
 from charonia.tracing.request_trace import RequestTrace
 
@@ -32,6 +33,7 @@ class GenerationRequest:
             returned.
         is_probe: whether it is a health probe; probes are not counted in the metrics of requests.
         is_shared: computed for the requests of several clients; `answers` counts those.
+        trace_id: of W3C's Trace Context; None if it came without.
         trace: gets the steps that compute for it; None if it is not traced.
     """
 
@@ -46,6 +48,17 @@ class GenerationRequest:
     is_probe: bool = False
     is_shared: bool = False
     trace: RequestTrace | None = None
+    trace_id: str | None = None
+
+    @property
+    def log_fields(self) -> dict[str, str | None]:
+        """The fields of lines that concern it."""
+        return request_fields(
+            key=self.key,
+            request_id=self.request_id,
+            tenant=self.params.tenant,
+            trace_id=self.trace_id,
+        )
 
     @property
     def counts_logprobs(self) -> bool:

@@ -45,7 +45,7 @@ from charonia.errors import (
     RequestTimeoutError,
     ShuttingDownError,
 )
-from charonia.events import event
+from charonia.events import error_event, event
 from charonia.metrics.metrics import Metrics
 from charonia.protocol import EngineInfo, Executor
 
@@ -387,14 +387,7 @@ class EngineCore:
             return
         if isinstance(error, RequestQuarantinedError):
             self.metrics.count("charonia_requests_quarantined_total")
-            self._log(
-                event(
-                    "request_quarantined",
-                    key=key,
-                    request_id=live.request_id,
-                    tenant=live.tenant or None,
-                )
-            )
+            self._log(error_event("request_quarantined", **live.log_fields))
         self._end(live, error)
 
     # ------------------------------------------------------------------ ends
@@ -404,15 +397,7 @@ class EngineCore:
         if live.is_shared:
             return
         self.metrics.count("charonia_cancellations_total")
-        self._log(
-            event(
-                "request_cancelled",
-                key=live.key,
-                request_id=live.request_id,
-                tenant=live.tenant or None,
-                tokens=live.num_tokens,
-            )
-        )
+        self._log(event("request_cancelled", **live.log_fields, tokens=live.num_tokens))
 
     def _fail_all(self, error: CharoniaError) -> None:
         for key in list(self._requests):

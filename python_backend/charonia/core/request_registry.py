@@ -8,7 +8,7 @@ counted. Must not know steps, nor why a request ends.
                 └─ fail(), cancel_samples(), the last chunk of take() ──► on_chunk(), an end once
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from charonia.control import Request, Update
@@ -26,7 +26,7 @@ class LiveRequest:
     """A request that has not ended.
 
     Attributes:
-        key, request_id, tenant, is_probe, is_shared: as in `GenerationRequest`.
+        key, tenant, is_probe, is_shared, log_fields: as in `GenerationRequest`.
         arrived_at: its arrival, in seconds. num_prompt: tokens of its prompt.
         has_deadline: whether it has a `deadline_ms`.
         held: the client's request, while it waits to be placed; then None.
@@ -35,13 +35,13 @@ class LiveRequest:
     """
 
     key: str
-    request_id: str
     tenant: str
     is_probe: bool
     is_shared: bool
     arrived_at: float
     num_prompt: int
     has_deadline: bool
+    log_fields: Mapping[str, str | None]
     held: GenerationRequest | None
     cancelled: set[int] = field(default_factory=set)
     streams: SampleStreams | None = None
@@ -51,13 +51,13 @@ class LiveRequest:
         """The entry of a new request."""
         return cls(
             key=request.key,
-            request_id=request.request_id,
             tenant=request.params.tenant,
             is_probe=request.is_probe,
             is_shared=request.is_shared,
             arrived_at=arrived_at,
             num_prompt=len(request.prompt_ids),
             has_deadline=request.params.deadline_ms is not None,
+            log_fields=request.log_fields,
             held=request,
         )
 

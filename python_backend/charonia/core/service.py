@@ -27,6 +27,7 @@ from charonia.core.recording.kv_events import KVEvents
 from charonia.core.recording.recorder import Recorder, RecordingExecutor
 from charonia.core.replica.reload import Reload
 from charonia.core.request_events import RequestEvents
+from charonia.core.request_log import RequestLog
 from charonia.errors import (
     CharoniaError,
     ConfigError,
@@ -34,7 +35,7 @@ from charonia.errors import (
     ShuttingDownError,
     UnavailableError,
 )
-from charonia.events import event
+from charonia.events import Log, error_event
 from charonia.metrics.metrics import Metrics
 from charonia.protocol import EngineInfo, Executor, SamplingParams
 from charonia.text.tokenizer import Tokenizer
@@ -75,6 +76,7 @@ class EngineService(RequestEvents):
 
     Args:
         log: takes one line, from any thread. read_args, kv_events: as `EngineCore`.
+        request_log: follows the requests; None follows none.
         prompt_index: finds similar prompts for the semantic cache; None turns that off.
 
     Raises:
@@ -93,6 +95,7 @@ class EngineService(RequestEvents):
         read_args: Callable[[], EngineArgs] | None = None,
         kv_events: KVEvents | None = None,
         prompt_index: PromptIndex | None = None,
+        request_log: RequestLog | None = None,
     ) -> None:
         if prompt_index is not None:
             _check_room(scheduler_args, prompt_index)
@@ -102,6 +105,7 @@ class EngineService(RequestEvents):
             has_shares=scheduler_args.fair_share,
             log=log,
         )
+        self._request_log = request_log or RequestLog(Log(log, lambda: "info"))
         self._gate = Gate(self._tenants, scheduler_args, clock=time.monotonic)
         self._recorder: Recorder | None = None
         self._journal: Journal | None = None
@@ -195,6 +199,7 @@ class EngineService(RequestEvents):
                 at once; `sink` is not called.
         """
         arrived_at = time.monotonic() if arrived_at is None else arrived_at
+        sink = self._request_log.follow(request, sink, arrived_at)
         followed = None
         if self._recorder is not None and request.prompt_ids and not request.is_probe:
             followed = self._recorder.follow(request, sink, arrived_at)
@@ -209,6 +214,7 @@ class EngineService(RequestEvents):
         except CharoniaError as error:
             if not request.is_probe:
                 self.count_rejection(error, request.params)
+                self._request_log.note_refused(error, request.log_fields)
             if followed is not None:
                 followed.note_refused(error)
             raise
@@ -358,6 +364,7 @@ class EngineService(RequestEvents):
     def on_started(self, key: str) -> None:
         """See `RequestEvents`."""
         self._gate.note_started(key)
+        self._request_log.note_started(key)
 
     def on_joined(self, key: str) -> None:
         """See `RequestEvents`."""
@@ -372,8 +379,8 @@ class EngineService(RequestEvents):
             except Exception as error:
                 num_lost = len(self._sinks)
                 reason = f"{type(error).__name__}: {error}"
-                self._log(event("scheduler_error", failed_requests=num_lost, reason=reason))
-                self._log(traceback.format_exc())
+                self._log(error_event("scheduler_error", failed_requests=num_lost, reason=reason))
+                self._log(f"error: {traceback.format_exc()}")
                 self._abandon(CharoniaError(f"internal error: {type(error).__name__}"))
         self._take_inbox()
         self._answers.close()

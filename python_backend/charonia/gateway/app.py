@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Scope
 
+from charonia.events import Log
 from charonia.gateway import openapi
 from charonia.gateway.errors import INVALID, NOT_FOUND, ApiError, internal, no_such_model
 from charonia.gateway.keys import Keyed, Keys
@@ -44,14 +45,14 @@ def make_app(
     serving: Serving,
     watch: Watch,
     metrics: Metrics,
-    log: Callable[[str], None],
+    log: Log,
     keys: Keys | None = None,
     begin_span: BeginSpan | None = None,
 ) -> FastAPI:
     """Make the gateway's application.
 
     Args:
-        log: takes one line. keys: that requests need; None lets everybody call.
+        log: takes the lines. keys: that requests need; None lets everybody call.
         begin_span: see `Observed`.
     """
     # FastAPI cannot describe routes that read their body themselves, so `openapi` does.

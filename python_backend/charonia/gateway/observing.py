@@ -20,10 +20,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from charonia.events import event
+from charonia.events import Log, debug_event, event, request_fields, warning_event
 from charonia.gateway.connections import abort
 from charonia.gateway.figures import Figures
-from charonia.tracing.traceparent import parse_traceparent
+from charonia.tracing.traceparent import parse_traceparent, trace_id_of
 
 _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -142,6 +142,7 @@ class Record:
         num_entries: entries of its batch that were answered. num_failed: those with an error.
         tenant: that of its API key. fallback: the model that was asked instead of the one that is
             served.
+        trace_id: of its trace; None if it came without and is not traced here.
         traceparent: W3C trace context of what is asked for it; None if it is not traced.
     """
 
@@ -157,7 +158,15 @@ class Record:
     first_token_s: float | None = None
     tenant: str | None = None
     fallback: str | None = None
+    trace_id: str | None = None
     traceparent: str | None = None
+
+    @property
+    def log_fields(self) -> dict[str, str | None]:
+        """The fields of lines that concern it."""
+        return request_fields(
+            request_id=self.request_id, tenant=self.tenant, trace_id=self.trace_id
+        )
 
     @property
     def trace_headers(self) -> Mapping[str, str]:
@@ -218,7 +227,7 @@ class Observed:
     """Middleware that keeps the records.
 
     Args:
-        log: takes one line.
+        log: takes the lines.
         quiet: paths that are polled; they are logged only on failure.
         send_s: timeout for the client to take a part of an answer; then the connection is aborted.
         begin_span: returns the span of a request that is not quiet; None if there are no traces.
@@ -228,7 +237,7 @@ class Observed:
         self,
         app: ASGIApp,
         metrics: Metrics,
-        log: Callable[[str], None],
+        log: Log,
         quiet: frozenset[str],
         send_s: float,
         begin_span: BeginSpan | None = None,
@@ -245,11 +254,13 @@ class Observed:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get("x-request-id", "")
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
         request_id = given if _ID.fullmatch(given) else secrets.token_hex(16)
         record = Record(request_id, time.monotonic(), self._metrics)
         scope.setdefault("state", {})["record"] = record
         span = self._span(scope, record)
+        record.trace_id = trace_id_of(record.traceparent or headers.get("traceparent"))
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -261,6 +272,8 @@ class Observed:
             except TimeoutError:
                 abort(scope)
 
+        if self._log.shows("debug") and scope["path"] not in self._quiet:
+            self._log(debug_event("request_received", **record.log_fields, **_asked(scope)))
         self._metrics.in_flight.inc()
         try:
             await self._app(scope, receive, send_with_id)
@@ -298,20 +311,23 @@ class Observed:
         metrics.completion_tokens.inc(record.completion_tokens)
         if scope["path"] in self._quiet and status < 400:
             return
+        make = warning_event if status >= HTTPStatus.INTERNAL_SERVER_ERROR else event
         self._log(
-            event(
+            make(
                 "request",
-                id=record.request_id,
-                method=scope["method"],
-                path=scope["path"][:200],
+                **record.log_fields,
+                **_asked(scope),
                 status=int(status),
                 seconds=seconds,
                 entries=record.num_entries or None,
                 failed=record.num_failed or None,
                 prompt_tokens=record.prompt_tokens or None,
                 completion_tokens=record.completion_tokens or None,
-                tenant=record.tenant,
                 fallback=record.fallback,
                 reason=record.reason and record.reason[:MAX_REASON],
             )
         )
+
+
+def _asked(scope: Scope) -> dict[str, str]:
+    return {"method": scope["method"], "path": scope["path"][:200]}

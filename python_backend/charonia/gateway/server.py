@@ -10,9 +10,9 @@ Owns signals and draining. Must not know routes.
 """
 
 import asyncio
+import logging
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from charonia.errors import CheckpointError, ConfigError
-from charonia.events import event
+from charonia.events import Log, error_event, event, warning_event
 from charonia.gateway.app import make_app
 from charonia.gateway.connections import bounded
 from charonia.gateway.keys import Keys
@@ -43,17 +43,17 @@ _CLOSE_S = 5
 _BACKLOG = 2048
 
 
-def run_gateway(settings: GatewaySettings, log: Callable[[str], None] | None = None) -> None:
+def run_gateway(settings: GatewaySettings, log: Log) -> None:
     """Serve until SIGTERM or SIGINT.
 
     Args:
-        log: takes one line; None prints to stderr.
+        log: takes the lines.
 
     Raises:
         CheckpointError: a tokenizer cannot be read. ConfigError: the API keys cannot be read, the
             port is taken, the address does not belong to this machine, or traces cannot be sent.
     """
-    log = log or _print
+    logging.basicConfig(handlers=[_Complaints(log)], force=True)
     keys = None if settings.api_key_file is None else Keys.from_file(settings.api_key_file)
     prompts = _prompts(settings.tokenizer, settings.chat_template, settings.num_threads, log)
     of_fallback = None
@@ -72,7 +72,7 @@ async def _serve(
     prompts: Prompts,
     of_fallback: Prompts | None,
     listener: socket.socket,
-    log: Callable[[str], None],
+    log: Log,
 ) -> None:
     metrics = Metrics()
     spans = _spans(settings, log)
@@ -111,6 +111,23 @@ async def _serve(
     log(event("gateway_stopped"))
 
 
+class _Complaints(logging.Handler):
+    """Puts what libraries complain of into the log, in its form."""
+
+    def __init__(self, log: Log) -> None:
+        super().__init__(logging.WARNING)
+        self._log = log
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See `logging.Handler`."""
+        make = error_event if record.levelno >= logging.ERROR else warning_event
+        lines = (
+            None if not record.exc_info else logging.Formatter().formatException(record.exc_info)
+        )
+        said = record.getMessage()
+        self._log(make("library_complains", library=record.name, reason=said, traceback=lines))
+
+
 class _Server(uvicorn.Server):
     """Uvicorn's server, which keeps listening while it drains."""
 
@@ -138,7 +155,7 @@ class _Server(uvicorn.Server):
         if self._watch.num_requests and time.monotonic() < self._drain_until:
             return False
         if num_left := self._watch.num_requests:
-            self._log(event("gateway_ends_requests", requests=num_left))
+            self._log(warning_event("gateway_ends_requests", requests=num_left))
         self._watch.closing.set()
         close_until = time.monotonic() + _CLOSE_S
         while self._watch.num_requests and time.monotonic() < close_until:
@@ -201,7 +218,7 @@ def _template(checkpoint: Path, path: Path | None, log: Callable[[str], None]) -
     try:
         return ChatTemplate.from_checkpoint(checkpoint, path)
     except CheckpointError as error:
-        log(event("gateway_without_chats", reason=str(error)))
+        log(warning_event("gateway_without_chats", reason=str(error)))
         return str(error)
 
 
@@ -221,7 +238,3 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.close()
         raise ConfigError(f"{host}:{port} cannot be listened on: {error.strerror}") from None
     return listener
-
-
-def _print(line: str) -> None:
-    print(f"charonia: {line}", file=sys.stderr, flush=True)

@@ -26,7 +26,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from charonia.errors import CharoniaError
-from charonia.events import event
+from charonia.events import error_event
 from charonia.gateway import errors
 from charonia.gateway.connections import abort
 from charonia.gateway.errors import ApiError
@@ -223,7 +223,7 @@ class Work(Response):
                 raise
             except Exception:
                 lines = traceback.format_exc()
-                self._watch.log(event("fault", id=record.request_id, traceback=lines))
+                self._watch.log(error_event("fault", **record.log_fields, traceback=lines))
                 await self._refuse(scope, reply, errors.internal())
         except StalledError:
             record.status, record.reason = errors.CLIENT_LEFT, "the client reads nothing"

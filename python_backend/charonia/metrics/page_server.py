@@ -157,7 +157,7 @@ class PageServer:
             except NoPageError as error:
                 return _Answer(HTTPStatus.SERVICE_UNAVAILABLE, f"{error}\n".encode())
             except Exception:
-                self._log(f"the page of metrics could not be made: {traceback.format_exc()}")
+                self._log(f"error: the page of metrics could not be made: {traceback.format_exc()}")
                 return _Answer(HTTPStatus.SERVICE_UNAVAILABLE, b"the page could not be made\n")
             return _Answer(HTTPStatus.OK, page, CONTENT_TYPE_PLAIN_0_0_4)
 

@@ -92,7 +92,7 @@ class MetricsExporter:
             try:
                 self._export()
             except Exception:
-                self._log(f"metrics could not be exported: {traceback.format_exc()}")
+                self._log(f"error: metrics could not be exported: {traceback.format_exc()}")
 
     def step_histograms(self) -> dict[str, HistogramState]:
         """Return the histograms per token or step, which are not on Triton's page, by name."""

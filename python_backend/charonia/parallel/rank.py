@@ -23,6 +23,7 @@ from charonia.data.model.paged import PagedModel
 from charonia.data.ops.native.threads import ThreadLayout
 from charonia.data.sizing import Room, size
 from charonia.errors import RankLostError
+from charonia.events import with_head
 from charonia.parallel.groups import Groups, Membership, host_identity
 from charonia.parallel.handshake import find_engine
 from charonia.parallel.messages import (
@@ -87,7 +88,7 @@ def be_rank(
     setup = _expect(peer, Setup)
 
     def log_with_rank(line: str) -> None:
-        log(f"rank {setup.rank}: {line}")
+        log(with_head(f"rank {setup.rank}: ", line))
 
     try:
         follower = _Follower(setup, paths, log_with_rank)

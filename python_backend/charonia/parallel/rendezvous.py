@@ -178,7 +178,7 @@ class Rendezvous:
 
     def _send_away(self, join: Join, peer: Peer, reason: str) -> None:
         """Refuse a rank. It has authenticated, so it is told the reason."""
-        self._log(f"refused: process {join.pid} cannot be a rank: {reason}")
+        self._log(f"warning: refused: process {join.pid} cannot be a rank: {reason}")
         self._refused = f"; one was refused: {reason}"
         with contextlib.suppress(RankLostError):
             peer.send(Refusal("ConfigError", reason))

@@ -28,7 +28,7 @@ from charonia.data.model.paged import Model, PagedModel, PendingLogits
 from charonia.data.ops.base import StepBatch
 from charonia.data.sizing import Room
 from charonia.errors import CharoniaError, CheckpointError, ConfigError, RankLostError
-from charonia.events import event
+from charonia.events import error_event
 from charonia.parallel.groups import (
     Groups,
     Membership,
@@ -281,7 +281,7 @@ class RankTeam:
             if self._lost is not None or self._is_closing.is_set():
                 return
             self._lost_as, self._lost = kind, reason
-        self._log(event("rank_lost", reason=reason))
+        self._log(error_event("rank_lost", reason=reason))
         self._said.put(None)
         self._hang_up()
         self._rendezvous.table.close()

@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         _be_rank(options)
     except CharoniaError as error:
-        _say(f"a rank ends: {error}")
+        _say(f"error: a rank ends: {error}")
         return 1
     return 0
 

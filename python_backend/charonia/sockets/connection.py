@@ -117,7 +117,7 @@ class Connection:
                 while (message := self.channel.receive()) is not None:
                     take(message)
             except Exception:
-                log(f"a message could not be taken, hanging up: {traceback.format_exc()}")
+                log(f"error: a message could not be taken, hanging up: {traceback.format_exc()}")
             self.hang_up()
             self.close()
             on_end()

@@ -157,7 +157,7 @@ class Server:
         except OSError:
             pass  # it has gone, or is silent
         except Exception:
-            self._log(f"a message could not be taken, hanging up: {traceback.format_exc()}")
+            self._log(f"error: a message could not be taken, hanging up: {traceback.format_exc()}")
         finally:
             if not lives_on:
                 connection.close()

@@ -28,7 +28,7 @@ from opentelemetry.trace import (
     set_span_in_context,
 )
 
-from charonia.events import RareLog, event
+from charonia.events import RareLog, warning_event
 from charonia.tracing.endpoint import check_endpoint, traces_url
 from charonia.tracing.request_trace import RequestTrace
 from charonia.tracing.traceparent import TraceContext, parse_traceparent
@@ -160,7 +160,7 @@ class _ToLog(logging.Handler):
         self._log = RareLog(log)
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._log(event("traces_not_sent", reason=record.getMessage()))
+        self._log(warning_event("traces_not_sent", reason=record.getMessage()))
 
 
 def _log_warnings(log: Callable[[str], None]) -> None:

@@ -42,3 +42,9 @@ def parse_traceparent(text: str | None) -> TraceContext | None:
     if not int(trace_id, 16) or not int(span_id, 16):
         return None
     return TraceContext(int(trace_id, 16), int(span_id, 16), bool(int(flags, 16) & _SAMPLED))
+
+
+def trace_id_of(text: str | None) -> str | None:
+    """The trace id of a `traceparent`, as `hex_trace_id`; None if it has none that is valid."""
+    context = parse_traceparent(text)
+    return None if context is None else context.hex_trace_id

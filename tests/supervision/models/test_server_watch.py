@@ -180,7 +180,7 @@ def test_a_watch_goes_on_whatever_a_question_raises_until_the_server_shuts_down(
     watch._thread.join(WAIT_S)
     with pytest.raises(ServerStoppingError):
         watch.check()
-    assert log == ['server_watch_failed reason="AttributeError: a bug"']
+    assert log == ['server_watch_failed level=error reason="AttributeError: a bug"']
 
 
 def test_a_watch_says_once_when_the_server_shuts_down_and_ends_by_itself(watched):

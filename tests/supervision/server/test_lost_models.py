@@ -41,7 +41,7 @@ def test_another_lost_model_is_brought_back_alone_and_streams_go_on(
         (repository / "end-streams").touch()
         words = [chunk["text_output"] for chunk in (first, *chunks)]
     lost, back = supervised.lines
-    assert lost == f"process_lost model=generate kind={KINDS[fault]} pid={old}"
+    assert lost == f"process_lost level=error model=generate kind={KINDS[fault]} pid={old}"
     assert re.fullmatch(r"model_back model=generate seconds=\d[\d.]*", back)
     assert words == [f"word{index} " for index in range(len(words))], "to the end, without a gap"
     assert supervised.ask("generate").json()["text_output"] == "x"
@@ -60,7 +60,7 @@ def test_another_model_that_hangs_is_brought_back(
     assert supervised.lines == []
     clock.set_forward(601)
     supervised.wait_events("model_back")
-    assert supervised.lines[0] == f"process_lost model=generate kind=hung pid={old}"
+    assert supervised.lines[0] == f"process_lost level=error model=generate kind=hung pid={old}"
     assert supervised.ask("generate").status_code == 200
 
 
@@ -84,7 +84,7 @@ def test_a_model_that_nobody_saw_die_is_brought_back(
     monkeypatch.setattr("charonia.supervision.server.judge.Watchdog.look", lambda *_: [])
     supervised = supervise(PROBED)
     supervised.lose_generate()
-    assert supervised.lines[0].startswith("process_lost model=generate kind=died")
+    assert supervised.lines[0].startswith("process_lost level=error model=generate kind=died")
 
 
 def test_a_model_that_is_killed_while_it_holds_locks_costs_the_server_nothing(
@@ -203,7 +203,7 @@ def test_a_model_that_an_operator_unloads_or_loads_again_is_no_loss(
     assert supervised.lines == []
     os.kill(pid, signal.SIGKILL)  # the one that is looked after now
     supervised.wait_events("model_back")
-    assert supervised.lines[0] == f"process_lost model=generate kind=died pid={pid}"
+    assert supervised.lines[0] == f"process_lost level=error model=generate kind=died pid={pid}"
     assert len(supervised.lines) == 2
 
 

@@ -45,7 +45,10 @@ def test_a_dead_or_stopped_scheduler_is_restarted_and_open_streams_end_with_an_e
     assert new != old
     assert not psutil.pid_exists(old) or psutil.Process(old).status() == psutil.STATUS_ZOMBIE
     # Triton's core may itself abort when a model's process dies in the middle of a response.
-    noticed = (f"process_lost model=scheduler kind={KINDS[fault]}", "was ended by SIGABRT")
+    noticed = (
+        f"process_lost level=error model=scheduler kind={KINDS[fault]}",
+        "was ended by SIGABRT",
+    )
     assert any(reason in supervised.lines[0] for reason in noticed)
 
 
@@ -58,7 +61,7 @@ def test_a_dead_tritonserver_is_restarted(supervise: Callable[..., Target]) -> N
     supervised.wait_events("server_back")
     restarting, back = supervised.lines
     reason = '"tritonserver was ended by SIGKILL"'
-    assert restarting == f"server_restarting restarts=0 reason={reason}"
+    assert restarting == f"server_restarting level=error restarts=0 reason={reason}"
     assert re.fullmatch(r"server_back seconds=\d[\d.]*", back)
 
 
@@ -147,7 +150,7 @@ def test_a_server_that_keeps_failing_is_given_up(
     supervised.thread.join(ALLOWED_S)
     assert str(supervised.error).startswith("gave up after 2 failed starts in a row; last: ")
     assert "the stand-in refuses to load" in str(supervised.error)
-    assert supervised.lines[-1].startswith("server_given_up starts=2 reason=")
+    assert supervised.lines[-1].startswith("server_given_up level=error starts=2 reason=")
     assert supervised.server.pid is None
 
 

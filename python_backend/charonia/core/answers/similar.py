@@ -136,4 +136,6 @@ class SimilarPrompts:
             try:
                 job()
             except Exception:
-                self._log(f"a similar prompt could not be looked for: {traceback.format_exc()}")
+                self._log(
+                    f"error: a similar prompt could not be looked for: {traceback.format_exc()}"
+                )

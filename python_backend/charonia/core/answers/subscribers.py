@@ -69,15 +69,7 @@ class Subscribers:
         """Count and log a cancelled request, with the tokens that it had received."""
         self._metrics.count("charonia_cancellations_total")
         request, num_tokens = subscriber.request, sum(subscriber.num_tokens)
-        self._log(
-            event(
-                "request_cancelled",
-                key=request.key,
-                request_id=request.request_id,
-                tenant=request.params.tenant or None,
-                tokens=num_tokens,
-            )
-        )
+        self._log(event("request_cancelled", **request.log_fields, tokens=num_tokens))
 
     def end(self, subscriber: Subscriber, last: Chunk, now: float) -> None:
         """Remove and count a request with its last chunk; it may have had a cached answer."""

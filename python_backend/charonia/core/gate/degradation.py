@@ -16,7 +16,7 @@ from charonia.control import LoadShedding
 from charonia.core.admission import GenerationRequest
 from charonia.core.gate.tenants import Tenants
 from charonia.errors import OverloadedError
-from charonia.events import event
+from charonia.events import event, warning_event
 from charonia.metrics.metrics import Metrics
 from charonia.protocol import SamplingParams
 
@@ -85,7 +85,8 @@ class Degradation:
         self._level, self._moved_at = level, now
         self._metrics.gauges["charonia_degradation_level", ""] = float(level)
         rungs = ",".join(self._rungs[:level])
-        self._log(event("degradation", level=level, rungs=rungs, wait_s=round(wait_s, 3)))
+        make = warning_event if level else event
+        self._log(make("degradation", taken=level, rungs=rungs, wait_s=round(wait_s, 3)))
         return True
 
     def check(self, params: SamplingParams) -> None:

@@ -20,7 +20,7 @@ import msgspec
 
 from charonia.config import PositiveInt, convert
 from charonia.errors import ConfigError, shown
-from charonia.events import event
+from charonia.events import event, warning_event
 from charonia.metrics.metric_table import OTHERS
 
 LOOK_EVERY_S = 1.0
@@ -167,7 +167,7 @@ class Tenants:
         try:
             self._table = self._read(self._path)
         except ConfigError as error:
-            self._log(event("tenants_not_reloaded", reason=str(error)))
+            self._log(warning_event("tenants_not_reloaded", reason=str(error)))
         else:
             self._log(event("tenants_reloaded", tenants=len(self._table.tenants)))
 

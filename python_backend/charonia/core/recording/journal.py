@@ -32,7 +32,7 @@ from charonia.control import DraftCounts, Limits, LoadShedding, Scheduler, Tiers
 from charonia.control.cache import BlockHasher
 from charonia.control.policies import Late
 from charonia.errors import ConfigError
-from charonia.events import event
+from charonia.events import warning_event
 from charonia.protocol import CacheRange, KeptBlocks, RowSampling, StepPlan, StepResult
 
 HEADER = b"charonia journal 2\n"
@@ -319,7 +319,7 @@ class Journal:
         """End the journal and log the reason."""
         if self._file is not None:
             self._end(reason)
-            self._log(event("journal_stopped", reason=reason))
+            self._log(warning_event("journal_stopped", reason=reason))
 
     def fail(self, error: Exception) -> None:
         """End the journal because of a bug in it, which must not harm requests."""
@@ -344,7 +344,7 @@ class Journal:
                 data = data[self._file.write(data) :]
         except OSError as error:
             self._let_go()
-            self._log(event("journal_stopped", reason=error.strerror))
+            self._log(warning_event("journal_stopped", reason=error.strerror))
 
     def _let_go(self) -> None:
         """Close the file, and ignore its errors."""

@@ -27,7 +27,7 @@ import zmq
 
 from charonia.config import KVEventsConfig
 from charonia.errors import ConfigError, shown
-from charonia.events import RareLog, event
+from charonia.events import RareLog, event, warning_event
 
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 """Sent in place of a number, after the last batch of a replay."""
@@ -213,7 +213,7 @@ class KVEventPublisher:
             self._next_number += 1
         os.eventfd_write(self._bell, 1)
         if num_dropped:
-            self._rare_log(event("kv_events_dropped", batches=num_dropped))
+            self._rare_log(warning_event("kv_events_dropped", batches=num_dropped))
         return num_dropped
 
     def close(self) -> None:
@@ -267,7 +267,7 @@ class KVEventPublisher:
         """Answer a replay request with the kept batches from the requested number on."""
         frames = router.recv_multipart()
         if len(frames) != 3 or len(frames[2]) != 8:
-            self._rare_log(event("kv_events_bad_replay", sizes=str([*map(len, frames)])))
+            self._rare_log(warning_event("kv_events_bad_replay", sizes=str([*map(len, frames)])))
             return
         reader, _, first = frames
         for number, batch in kept:

@@ -18,7 +18,7 @@ from charonia.core.admission import GenerationRequest, cache_scope
 from charonia.core.output.outputs import Chunk
 from charonia.core.replica.step_work import WorkMeter
 from charonia.errors import CharoniaError, ConfigError
-from charonia.events import event
+from charonia.events import warning_event
 from charonia.protocol import Executor, FinishReason, Opening, Pending, StepPlan, StepResult
 from charonia.traces import StepRecord, TraceRequest
 
@@ -149,7 +149,7 @@ class Recorder:
             file.close()
         self._files = {}
         if reason is not None:
-            self._log(event("recording_stopped", reason=reason))
+            self._log(warning_event("recording_stopped", reason=reason))
 
 
 class Followed:

@@ -21,7 +21,7 @@ from charonia.errors import (
     StepFailedError,
     UnavailableError,
 )
-from charonia.events import event
+from charonia.events import error_event, event
 from charonia.metrics.metric_table import ENGINE_STATE
 from charonia.metrics.metrics import Metrics
 from charonia.protocol import EngineInfo
@@ -210,14 +210,14 @@ class Recovery:
         self._move(Event.STUCK)
         self._failure = str(error)
         self._count("load_failed")
-        self._log(event("engine_load_stuck", failed_requests=num_live, reason=error))
+        self._log(error_event("engine_load_stuck", failed_requests=num_live, reason=error))
 
     def stumble(self, error: EngineDiedError) -> None:
         """The engine died while it was loaded; the next attempt follows at once."""
         self._move(Event.STUMBLED)
         self._has_stumbled = True
         self._count("load_failed")
-        self._log(event("engine_load_failed", retry_in=0.0, failed_requests=0, reason=error))
+        self._log(error_event("engine_load_failed", retry_in=0.0, failed_requests=0, reason=error))
 
     @property
     def _may_stumble(self) -> bool:
@@ -238,12 +238,12 @@ class Recovery:
         if self._state is State.RELOADING:
             self._move(Event.FAILED)
             self._retry_at = 0.0
-            self._log(event("engine_reload_failed", live=num_live, reason=error))
+            self._log(error_event("engine_reload_failed", live=num_live, reason=error))
             return
         self._move(Event.FAILED)
         wait = self.back_off()
         self._log(
-            event("engine_load_failed", retry_in=wait, failed_requests=num_live, reason=error)
+            error_event("engine_load_failed", retry_in=wait, failed_requests=num_live, reason=error)
         )
 
     # ------------------------------------------------------------------ other events
@@ -260,7 +260,7 @@ class Recovery:
         """
         self._num_failed_steps += 1
         self._count("step_failed")
-        self._log(event("step_failed", live=num_live, reason=error))
+        self._log(error_event("step_failed", live=num_live, reason=error))
         return self._num_failed_steps > 1
 
     def doubt(self) -> None:
@@ -280,7 +280,7 @@ class Recovery:
         if kind != "step_failed":  # failed steps are counted already
             self._count(kind)
         self._log(
-            event(
+            error_event(
                 "engine_died",
                 kind=kind,
                 live=num_live,
@@ -301,7 +301,7 @@ class Recovery:
     def wait_no_longer(self, num_live: int) -> None:
         """The wait for an engine that was unloaded has timed out."""
         self._move(Event.OVERDUE)
-        self._log(event("engine_missed", failed_requests=num_live, reason=MISSING))
+        self._log(error_event("engine_missed", failed_requests=num_live, reason=MISSING))
 
     def order(self, num_live: int) -> None:
         """An operator has ordered a reload: this engine is to be replaced."""

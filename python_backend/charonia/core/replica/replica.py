@@ -45,7 +45,7 @@ from charonia.errors import (
     StepFailedError,
     UnavailableError,
 )
-from charonia.events import event
+from charonia.events import warning_event
 from charonia.metrics.metrics import Metrics
 from charonia.protocol import EngineInfo, Executor, Opening
 
@@ -413,7 +413,7 @@ class Replica:
         try:
             reload.settle()
         except OSError as error:
-            self._log(event("engine_reload_unsettled", reason=error.strerror))
+            self._log(warning_event("engine_reload_unsettled", reason=error.strerror))
         reload.num_live = self._num_live
         reload.finish(self._clock())
         self._reload = None

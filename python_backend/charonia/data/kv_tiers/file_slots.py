@@ -41,7 +41,7 @@ from charonia.data.kv_tiers.slot_files import (
 )
 from charonia.data.kv_tiers.slots import Pieces
 from charonia.errors import ConfigError, shown
-from charonia.events import RareLog, event
+from charonia.events import RareLog, event, warning_event
 from charonia.protocol import KEY_BYTES, SlotContent
 
 _GIB = 2**30
@@ -164,7 +164,9 @@ class FileSlots:
             _write(self._file, pieces, self._places.slot(slot))
             self._write_record(slot, _pack(slot, record))
         except OSError as error:
-            self._rare_log(event("kv_file_not_written", reason=error.strerror or "it is full"))
+            self._rare_log(
+                warning_event("kv_file_not_written", reason=error.strerror or "it is full")
+            )
             return False
         self._records[slot] = record
         return True
@@ -181,7 +183,7 @@ class FileSlots:
             is_whole, reason = False, error.strerror or str(error)
         if is_whole and _checksum(key, pieces) == record[3]:
             return True
-        self._rare_log(event("kv_file_damaged", slot=slot, reason=reason))
+        self._rare_log(warning_event("kv_file_damaged", slot=slot, reason=reason))
         self.forget(slot)
         return False
 
@@ -205,7 +207,7 @@ class FileSlots:
         found = read_header(self._file)
         if reason := _why_not(found, wanted):
             if os.fstat(self._file).st_size:
-                self._log(event("kv_file_discarded", path=self.path, reason=reason))
+                self._log(warning_event("kv_file_discarded", path=self.path, reason=reason))
             os.ftruncate(self._file, 0)
             os.ftruncate(self._file, size)
             write_header(self._file, wanted)
@@ -239,7 +241,7 @@ class FileSlots:
                 f"kv_cache_file_space needs {missing * num_files / _GIB:.3g} GiB more, and the file"
                 f" system has {free / _GIB:.3g} GiB free: blocks that do not fit are not saved"
             )
-            self._log(event("kv_file_may_not_fit", path=self.path, reason=reason))
+            self._log(warning_event("kv_file_may_not_fit", path=self.path, reason=reason))
 
     def _read_records(self) -> None:
         num_damaged = 0
@@ -259,7 +261,7 @@ class FileSlots:
                     num_damaged += 1
         self._num_saves = max((number for number, *_ in self._records.values()), default=0)
         if num_damaged:
-            self._log(event("kv_file_damaged", path=self.path, records=num_damaged))
+            self._log(warning_event("kv_file_damaged", path=self.path, records=num_damaged))
 
     def _write_record(self, slot: int, packed: bytes) -> None:
         if os.pwrite(self._file, packed, self._places.record(slot)) != _RECORD.size:

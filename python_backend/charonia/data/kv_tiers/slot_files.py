@@ -34,7 +34,7 @@ import msgspec
 import xxhash
 
 from charonia.data.kv_tiers.identity import Identity, differences
-from charonia.events import event
+from charonia.events import event, warning_event
 
 PAGE = 4096
 STORAGE_UNIT = 512
@@ -229,7 +229,7 @@ def _explain(files: Sequence[_File], own: Header, log: Callable[[str], None]) ->
         if header.label == own.label and header.identity.engine != own.identity.engine
     ]
     for path, reason in reasons[:_MAX_EXPLAINED]:
-        log(event("kv_file_not_used", path=path, reason=reason))
+        log(warning_event("kv_file_not_used", path=path, reason=reason))
 
 
 def _remove_idle(files: Sequence[_File], log: Callable[[str], None]) -> None:

@@ -65,11 +65,14 @@ def select_ops(
             problem = problem or str(error)
         else:
             if problem:
-                log(f"the CPU kernels for {isas[0]} cannot be used: {problem}")
+                log(f"warning: the CPU kernels for {isas[0]} cannot be used: {problem}")
             log(f"computing with the CPU kernels for {isa}, {threads}")
             return NativeOps(kernels, threads, is_int8=is_int8)
     if args.cpu_kernels != "auto":
         raise ConfigError(f"cpu_kernels = {args.cpu_kernels!r} cannot be used: {problem}")
-    log(f"the CPU kernels cannot be used, torch's operations are, which are slower: {problem}")
+    log(
+        "warning: the CPU kernels cannot be used, torch's operations are, which are slower:"
+        f" {problem}"
+    )
     torch.set_num_threads(threads.num_threads)
     return composed

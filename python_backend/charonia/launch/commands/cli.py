@@ -19,8 +19,15 @@ from charonia.launch.commands.arguments.client import (
     add_metrics,
     add_top,
 )
-from charonia.launch.commands.arguments.server import add_drain, add_gateway, add_reload, add_serve
+from charonia.launch.commands.arguments.server import (
+    add_drain,
+    add_gateway,
+    add_log_level,
+    add_reload,
+    add_serve,
+)
 from charonia.launch.commands.arguments.simulation import add_replay, add_simulate
+from charonia.launch.commands.log_printer import LogPrinter
 
 EXIT_FAILURE = 1
 EXIT_INTERRUPTED = 130
@@ -33,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options.run(options)
     except CharoniaError as error:
-        print(f"charonia: {error}", file=sys.stderr)
+        _complain(error, options)
         return EXIT_FAILURE
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
@@ -41,9 +48,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
     except OSError as error:  # a full disk, a file that may not be read
-        print(f"charonia: {error}", file=sys.stderr)
+        _complain(error, options)
         return EXIT_FAILURE
     return 0
+
+
+def _complain(error: Exception, options: argparse.Namespace) -> None:
+    """Print an error as the command's log is printed."""
+    if getattr(options, "log_format", "text") == "json":
+        LogPrinter("json").say(f"error: {error}")
+    else:
+        print(f"charonia: {error}", file=sys.stderr)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -61,6 +76,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_metrics(commands)
     add_reload(commands)
     add_drain(commands)
+    add_log_level(commands)
     add_simulate(commands)
     add_replay(commands)
     add_demo(commands)

@@ -4,6 +4,7 @@ Owns signals, what is printed, and the order of things. Must not know how any of
 """
 
 import contextlib
+import re
 import shlex
 import signal
 import threading
@@ -14,21 +15,25 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from charonia.config import SchedulerArgs
+from charonia.events import Level
 from charonia.launch.commands.drain import LEFT_FILE, finish_requests, note_left
 from charonia.launch.commands.log_printer import Format, LogPrinter
 from charonia.launch.server.gateway_process import GatewayProcess
 from charonia.launch.server.logs import is_interesting
 from charonia.launch.server.repository import PreparedRepository, RepositoryOptions
 from charonia.launch.server.run import prepared_server
-from charonia.launch.server.runtime_dir import KEY_FILE, sweep_stale_runs
+from charonia.launch.server.runtime_dir import KEY_FILE, LOG_LEVEL_FILE, sweep_stale_runs
 from charonia.launch.server.trace_options import trace_options
 from charonia.launch.server.tritonserver import DEFAULT_ADDRESS, TritonServer
+from charonia.log_level import DEFAULT, LevelFile, write_level
 from charonia.serving.messages.reload import RELOAD_SOCKET
 from charonia.supervision.server.judge import SupervisionLimits
 from charonia.supervision.server.supervisor import Supervisor
 
 ENDED_BY_SIGNAL = (signal.SIGINT, signal.SIGTERM)
 HANG_MARGIN_S = 15.0
+_REQUEST_LINE = re.compile("charonia: request ")
+"""Of a gateway: too many for a terminal."""
 DRAIN_S = 30.0
 
 
@@ -42,7 +47,7 @@ class ServeOptions:
         gateway_port: of a gateway beside the server; None is without one, 0 takes a free port.
         chat_template: for that, a file that counts instead of the checkpoint's own template.
         api_key_file: for that, the API keys of those who may call; None lets everybody call.
-        log_format: of what is printed to stderr.
+        log_format: of what is printed to stderr. log_level: of that, until an operator changes it.
         otlp_traces_endpoint: OTLP/HTTP collector of the traces of requests; None sends none.
         trace_rate: one in so many requests is traced, beside those whose client traces them; 0 is
             none.
@@ -59,6 +64,7 @@ class ServeOptions:
     chat_template: Path | None = None
     api_key_file: Path | None = None
     log_format: Format = "text"
+    log_level: Level = DEFAULT
     otlp_traces_endpoint: str | None = None
     trace_rate: int = 1
 
@@ -73,7 +79,7 @@ def serve(what: RepositoryOptions, options: ServeOptions) -> None:
         LaunchError, ConfigError, CheckpointError: it cannot be started, or does not stay up.
     """
     begin_drain = threading.Event()
-    printer = LogPrinter(options.log_format)
+    printer = LogPrinter(options.log_format, level=lambda: options.log_level)
     say = printer.say
     traces: Sequence[str] = ()
     if (endpoint := options.otlp_traces_endpoint) is not None:
@@ -83,7 +89,7 @@ def serve(what: RepositoryOptions, options: ServeOptions) -> None:
     with stop_on_signals(begin_drain if options.drain_s else None) as stop:
 
         def on_log(line: str) -> None:
-            if options.is_verbose or is_interesting(line):
+            if options.is_verbose or printer.shows("debug") or is_interesting(line):
                 printer.line(line)
 
         with prepared_server(
@@ -96,6 +102,8 @@ def serve(what: RepositoryOptions, options: ServeOptions) -> None:
             on_log=on_log,
         ) as (server, prepared):
             (server.runtime_dir / LEFT_FILE).touch()
+            write_level(server.runtime_dir / LOG_LEVEL_FILE, options.log_level)
+            printer.level = LevelFile(server.runtime_dir / LOG_LEVEL_FILE).read
             for path in sweep_stale_runs():
                 say(f"removed what a killed run left in {path}")
             say(server.stack_limit.describe())
@@ -173,8 +181,10 @@ def _gateway(
     if options.gateway_port is None:
         return None
 
+    is_wanted = options.is_verbose or options.log_format == "json"
+
     def on_log(line: str) -> None:
-        if options.is_verbose or " request id=" not in line:
+        if is_wanted or printer.shows("debug") or not _REQUEST_LINE.match(line):
             printer.line(line if line.startswith("charonia: ") else f"charonia: {line}")
 
     return GatewayProcess(
@@ -186,6 +196,7 @@ def _gateway(
         drain_s=options.drain_s,
         chat_template=options.chat_template,
         api_key_file=options.api_key_file,
+        log_level_file=server.runtime_dir / LOG_LEVEL_FILE,
         otlp_traces_endpoint=options.otlp_traces_endpoint,
         trace_rate=options.trace_rate,
         log=on_log,

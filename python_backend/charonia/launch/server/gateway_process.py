@@ -18,8 +18,9 @@ from pathlib import Path
 from types import TracebackType
 
 from charonia.errors import LaunchError
-from charonia.events import event
+from charonia.events import error_event
 from charonia.launch.server import processes
+from charonia.log_level import VARIABLE as LOG_LEVEL_VARIABLE
 
 BACKOFF_S = 1.0
 MAX_BACKOFF_S = 30.0
@@ -37,6 +38,7 @@ class GatewayProcess:
         address, port: to listen on; 0 takes a free port.
         drain_s: time in which its requests may finish when it drains. chat_template, api_key_file,
             otlp_traces_endpoint, trace_rate: see `charonia gateway`.
+        log_level_file: with the present level of its log, see `log_level`.
         log: takes the lines of its log and of its restarts, from a thread.
 
     Raises:
@@ -60,6 +62,7 @@ class GatewayProcess:
         api_key_file: Path | None = None,
         otlp_traces_endpoint: str | None = None,
         trace_rate: int = 1,
+        log_level_file: Path,
         log: Callable[[str], None],
     ) -> None:
         if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
@@ -100,6 +103,7 @@ class GatewayProcess:
             *([] if api_key_file is None else [f"--api-key-file={api_key_file}"]),
             *_traces(otlp_traces_endpoint, trace_rate),
         ]
+        self._environment = {**os.environ, LOG_LEVEL_VARIABLE: str(log_level_file)}
         self._log = log
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
@@ -149,7 +153,7 @@ class GatewayProcess:
             if self._stop.is_set():
                 return
             num_failures = 0 if time.monotonic() - started > STABLE_S else num_failures + 1
-            self._log(event("gateway_restarting", code=code))
+            self._log(error_event("gateway_restarting", code=code))
             if num_failures:
                 self._stop.wait(min(BACKOFF_S * 2.0 ** (num_failures - 1), MAX_BACKOFF_S))
 
@@ -157,7 +161,7 @@ class GatewayProcess:
         with self._lock:
             if self._stop.is_set():
                 return None
-            self._process = processes.start_leader(self._command, dict(os.environ))
+            self._process = processes.start_leader(self._command, self._environment)
             return self._process
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from charonia.errors import LaunchError
-from charonia.events import event
+from charonia.events import event, warning_event
 from charonia.launch.server.discovery import Installation
 from charonia.supervision.models.server_options import KEY_VARIABLE
 
@@ -40,7 +40,7 @@ class Guard:
     def describe(self) -> str:
         """A line for the log."""
         if self.obstacle:
-            return event("request_guard_missing", reason=self.obstacle)
+            return warning_event("request_guard_missing", reason=self.obstacle)
         return event("request_guard", max_elements=MAX_ELEMENTS if self.preload else "none")
 
     def add_to(self, environment: dict[str, str], key: str) -> None:

@@ -7,15 +7,20 @@ reason of a failed start. Must not know processes.
 import datetime
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
-from charonia.events import parse_event
+from charonia.events import Level, level_of, parse_event, without_level
 
 _LINE = re.compile(r"^(?P<severity>[IWEF])\d{4} \S+ \d+ (?P<source>[^:\]]+):\d+\] ?(?P<text>.*)$")
 _OURS = re.compile(r"^\[(?P<source>[^\]\s]+)\] (?P<text>.*)$")
 _LAUNCHER = "charonia: "
-_LEVELS = {"I": "info", "W": "warning", "E": "error", "F": "fatal"}
-_TEXTS = ("id", "key", "request_id", "tenant")
+_LEVELS: dict[str, Level | Literal["fatal"]] = {
+    "I": "info",
+    "W": "warning",
+    "E": "error",
+    "F": "fatal",
+}
+_TEXTS = ("id", "key", "path", "prompt", "request_id", "tenant", "trace_id")
 """Fields of events that are texts, even if they look like numbers."""
 _NUMBER = re.compile(r"-?\d+(\.\d+)?(e[+-]\d+)?")
 _UNCAUGHT = re.compile(r"^  what\(\):  (?P<reason>.+)$")
@@ -68,6 +73,25 @@ def crash_reason(lines: Iterable[str]) -> str:
     return next((found["reason"] for line in lines if (found := _UNCAUGHT.match(line))), "")
 
 
+def severity(line: str) -> Level:
+    """The level of a line of the log; what ends a process is an error."""
+    level, _, _ = _parts(line)
+    return "error" if level == "fatal" else level
+
+
+def _parts(line: str) -> tuple[Level | Literal["fatal"], str, str]:
+    """Level, source and text of a line; the text of an event still has its level."""
+    if found := _OURS.match(line):
+        source, text = found["source"], found["text"]
+    elif line.startswith(_LAUNCHER):
+        source, text = "charonia", line.removeprefix(_LAUNCHER)
+    elif found := _LINE.match(line):
+        return _LEVELS[found["severity"]], found["source"], found["text"].strip('"')
+    else:
+        return "info", "server", line
+    return level_of(text), source, without_level(text)
+
+
 def as_record(line: str, now: datetime.datetime) -> dict[str, Any]:
     """Return a line of the log as an object for JSON: `time`, `level`, `source`, and what it says.
 
@@ -77,13 +101,7 @@ def as_record(line: str, now: datetime.datetime) -> dict[str, Any]:
         line: tritonserver's, of a Python model (`[scheduler] …`) or the launcher's (`charonia: …`).
         now: when it came.
     """
-    level, source, text = "info", "server", line
-    if found := _OURS.match(line):
-        source, text = found["source"], found["text"]
-    elif line.startswith(_LAUNCHER):
-        source, text = "charonia", line.removeprefix(_LAUNCHER)
-    elif found := _LINE.match(line):
-        level, source, text = _LEVELS[found["severity"]], found["source"], found["text"].strip('"')
+    level, source, text = _parts(line)
     head = {"time": now.isoformat(timespec="milliseconds"), "level": level, "source": source}
     if (parsed := parse_event(text)) is None:
         return {**head, "message": text}

@@ -15,11 +15,13 @@ from pathlib import Path
 import psutil
 
 from charonia.launch.server import processes
+from charonia.log_level import DEFAULT, write_level
 
 PREFIX = "charonia-"
 OWNER_FILE = "owner.json"
 KEY_FILE = "api-key"
 SERVER_FILE = "server.json"
+LOG_LEVEL_FILE = "log-level"
 REPOSITORY = "repository"
 
 
@@ -30,6 +32,7 @@ class RuntimeDir:
           owner.json              the launcher's process, which lives as long as the run
           api-key                 0600, grants access to the restricted endpoints
           server.json             the addresses of its endpoints
+          log-level               the present level of the log, see `log_level`
           requests-left           number of live requests while `charonia serve` drains
           backends/               links to the installation's backends
           repository/             the repository that Triton loads
@@ -48,6 +51,7 @@ class RuntimeDir:
         descriptor = os.open(self.path / KEY_FILE, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(self.api_key + "\n")
+        write_level(self.path / LOG_LEVEL_FILE, DEFAULT)
 
     def close(self) -> None:
         """Remove the directory and the run's files in /dev/shm."""

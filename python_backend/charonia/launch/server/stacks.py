@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from charonia.events import event
+from charonia.events import event, warning_event
 
 STACK_BYTES = 2**32
 _OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
@@ -45,7 +45,7 @@ class StackLimit:
             return event("thread_stacks", bytes=STACK_BYTES)
         found = "unchanged" if self.num_bytes is None else self.num_bytes
         reason = f"{self.obstacle}; a hostile HTTP request may end a tritonserver before 26.05"
-        return event("thread_stacks_small", bytes=found, reason=reason)
+        return warning_event("thread_stacks_small", bytes=found, reason=reason)
 
 
 def stack_limit(overcommit: Path = _OVERCOMMIT, total_bytes: int | None = None) -> StackLimit:

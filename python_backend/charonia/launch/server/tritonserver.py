@@ -27,8 +27,9 @@ from charonia.launch.server import processes
 from charonia.launch.server.discovery import PACKAGE_PARENT, default_repository, find_tritonserver
 from charonia.launch.server.guard import make_guard
 from charonia.launch.server.logs import crash_reason, failure_reason, is_interesting
-from charonia.launch.server.runtime_dir import SERVER_FILE, RuntimeDir
+from charonia.launch.server.runtime_dir import LOG_LEVEL_FILE, SERVER_FILE, RuntimeDir
 from charonia.launch.server.stacks import stack_limit
+from charonia.log_level import VARIABLE as LOG_LEVEL_VARIABLE
 from charonia.metrics.merged_page import MergedPage
 from charonia.metrics.page_server import PageServer
 from charonia.metrics.read_page import read_metrics
@@ -279,6 +280,7 @@ class TritonServer:
         addresses = {"http_url": self.http_url, "grpc_url": self.grpc_url}
         (self.runtime_dir / SERVER_FILE).write_text(json.dumps(addresses), encoding="utf-8")
         environment = self._installation.environment()
+        environment[LOG_LEVEL_VARIABLE] = str(self.runtime_dir / LOG_LEVEL_FILE)
         self.guard.add_to(environment, self.api_key)
         self.guard.check(self._installation.binary, environment)
         if self._cores is not None:

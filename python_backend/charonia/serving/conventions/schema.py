@@ -43,6 +43,7 @@ from charonia.serving.conventions.parameters import (
 )
 from charonia.serving.requests.raw_request import Array, RawRequest
 from charonia.serving.requests.request_key import Sealer, arrival_of
+from charonia.tracing.traceparent import trace_id_of
 
 ECHO_IN_STREAM = (
     "Error generating stream: When streaming, `exclude_input_in_output` = False is not allowed."
@@ -136,6 +137,7 @@ class GenerateCall:
         num_bytes: of the request, as received.
         arrived_at: arrival at `tokenizer`, on the monotonic clock; None if it did not come from
             there.
+        trace_id: of its W3C trace context; None if it came without.
     """
 
     key: str
@@ -149,6 +151,7 @@ class GenerateCall:
     options: OutputOptions
     num_bytes: int
     arrived_at: float | None
+    trace_id: str | None = None
 
     @property
     def time_limit(self) -> TimeLimit | None:
@@ -249,6 +252,7 @@ def parse(
         options=options,
         num_bytes=raw.num_bytes,
         arrived_at=None if name is None else arrival_of(name),
+        trace_id=trace_id_of(raw.traceparent),
     )
 
 

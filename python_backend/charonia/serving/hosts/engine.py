@@ -21,7 +21,7 @@ import msgspec
 from charonia.config import EngineArgs
 from charonia.core.inline import PlanRunner
 from charonia.errors import CharoniaError, ConfigError, PlanRefusedError, UnavailableError
-from charonia.events import event
+from charonia.events import error_event, warning_event
 from charonia.protocol import (
     EngineReply,
     EngineRequest,
@@ -100,7 +100,7 @@ class EngineHost:
         self._open_steps = _OpenSteps()
         self._is_pipelined = False  # whether steps may overlap
         if not is_reload(version_dir) and restore(version_dir / MODEL_FILE):
-            log(event("engine_reload_undone"))
+            log(warning_event("engine_reload_undone"))
         try:
             check_instance_kind(version_dir / MODEL_FILE, instance_kind)
             take_engine_cores()
@@ -108,10 +108,10 @@ class EngineHost:
         except Exception as error:
             if not is_reload(version_dir):
                 raise
-            log(event("load_failed", reason=f"{type(error).__name__}: {error}"))
+            log(error_event("load_failed", reason=f"{type(error).__name__}: {error}"))
             if isinstance(error, CharoniaError):
                 raise
-            log(traceback.format_exc())
+            log(f"error: {traceback.format_exc()}")
             raise UnavailableError(type(error).__name__) from None
 
     def serve_steps(self) -> None:
@@ -146,7 +146,7 @@ class EngineHost:
         try:
             message = decode_request(data)
         except msgspec.DecodeError as error:
-            self._log(f"a message could not be read: {type(error).__name__}")
+            self._log(f"error: a message could not be read: {type(error).__name__}")
             return None
         return self._begin(message)
 
@@ -158,7 +158,7 @@ class EngineHost:
         with self._one_step_at_a_time:
             # Steps of a closed connection may still run, and would write into the new rows.
             if message.reset and not self._open_steps.wait_for_none(_ENDING_TIMEOUT_S):
-                self._log(event("step_failed", reason=NOT_ENDED))
+                self._log(error_event("step_failed", reason=NOT_ENDED))
                 failure = encode(StepFailure(NOT_ENDED))
                 return lambda: failure
             end = self._begin_step(message)
@@ -190,10 +190,10 @@ class EngineHost:
         """Log the failure of a step and make its answer."""
         if isinstance(error, PlanRefusedError):
             # An answer, because a closed connection would look like a dead engine.
-            self._log(f"refused: {error}")
+            self._log(f"error: refused: {error}")
             return StepFailure(f"the plan was refused: {error}")
-        self._log(event("step_failed", reason=f"{type(error).__name__}: {error}"))
-        self._log("".join(traceback.format_exception(error)))
+        self._log(error_event("step_failed", reason=f"{type(error).__name__}: {error}"))
+        self._log(f"error: {''.join(traceback.format_exception(error))}")
         return StepFailure(f"{type(error).__name__} in a step of the engine")
 
 

@@ -11,29 +11,41 @@ import signal
 import socket
 import stat
 import sys
-from collections.abc import Callable
+
+from charonia.events import Log, level_of
+from charonia.log_level import LevelFile
 
 STACKS_SIGNAL = signal.SIGUSR1
 """Makes a process write the stack of each thread to the log."""
 
 
-def start(model_name: str) -> Callable[[str], None]:
+def start(model_name: str) -> Log:
     """Set up the process; to be called first.
 
     Returns:
-        A function that writes one line to tritonserver's log, with the model's name in front.
+        What writes lines to tritonserver's log, with the model's name in front, if the run's
+        present level shows them.
     """
     # The stub's interpreter decodes files as ASCII otherwise, also inside libraries.
     locale.setlocale(locale.LC_CTYPE, "C.UTF-8")
     close_inherited_connections()
     faulthandler.register(STACKS_SIGNAL)
 
-    def log(line: str) -> None:
+    def write(line: str) -> None:
         # In one piece: all models and tritonserver write to the same pipe.
-        sys.stderr.write(f"[{model_name}] {line}\n")
+        sys.stderr.write(headed(model_name, line))
         sys.stderr.flush()
 
-    return log
+    return Log(write, LevelFile.of_environment().read)
+
+
+def headed(model_name: str, text: str) -> str:
+    """A text for the log: each of its lines with the model's name and the level of the first."""
+    level = level_of(text)
+    first, *others = text.splitlines() or [""]
+    head = f"[{model_name}] "
+    further = head if level == "info" else f"{head}{level}: "
+    return "".join([f"{head}{first}\n", *(f"{further}{line}\n" for line in others)])
 
 
 def close_inherited_connections() -> None:

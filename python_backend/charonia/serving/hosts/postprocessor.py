@@ -81,7 +81,7 @@ class PostprocessorHost:
         except (OSError, CharoniaError) as error:
             self._disconnect()
             self._connect_at = time.monotonic() + _TRY_AGAIN_S  # else each chunk would try
-            self._log(f"the scheduler could not be told of a chunk: {error}")
+            self._log(f"warning: the scheduler could not be told of a chunk: {error}")
             return
         if has_gone:
             self._cancelled[key] = None

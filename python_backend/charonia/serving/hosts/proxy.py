@@ -165,7 +165,7 @@ class ProxyHost:
             elif (failure := part.failure(failure)) is not None:
                 client.responder.fail(failure, is_final=False)
         except Exception:
-            self._log(f"a response could not be passed on: {traceback.format_exc()}")
+            self._log(f"error: a response could not be passed on: {traceback.format_exc()}")
             client.error = CharoniaError(INTERNAL_ERROR)
             self._on_cancelled(client.key)
         client.num_passed_on += 1

@@ -18,9 +18,11 @@ import msgspec
 from charonia.config import PATH_PARAMETERS, EngineArgs, SchedulerArgs
 from charonia.core.recording.kv_events import KVEventPublisher, KVEvents
 from charonia.core.replica.reload import Reload
+from charonia.core.request_log import RequestLog
 from charonia.core.service import EngineService
 from charonia.embedding import PromptIndex, load_encoder
 from charonia.errors import ConfigError
+from charonia.events import Log
 from charonia.metrics.page_socket import METRICS_SOCKET, MetricsServer, SchedulerMetrics
 from charonia.metrics.triton_page import MetricsExporter
 from charonia.serving.hosts.engine import MODEL_FILE
@@ -115,9 +117,7 @@ class SchedulerHost:
             cannot be bound.
     """
 
-    def __init__(
-        self, pb_utils: Any, args: Mapping[str, str], *, log: Callable[[str], None]
-    ) -> None:
+    def __init__(self, pb_utils: Any, args: Mapping[str, str], *, log: Log) -> None:
         self._pb_utils = pb_utils
         self._log = log
         scheduler_args = SchedulerArgs.from_parameters(own_parameters(args["model_config"]))
@@ -144,6 +144,11 @@ class SchedulerHost:
             has_requests=lambda: self._sessions.has_polled,
             log=log,
         )
+        request_log = RequestLog(
+            log,
+            max_prompt=scheduler_args.max_log_len if scheduler_args.log_prompts else 0,
+            decode=partial(self._tokenizer.decode, skip_special_tokens=False),
+        )
         self._publisher: KVEventPublisher | None = None
         if (config := engine_args.kv_events) is not None:
             self._publisher = KVEventPublisher(config, args["model_name"], log=log)
@@ -162,6 +167,7 @@ class SchedulerHost:
             ),
             kv_events=None if self._publisher is None else KVEvents(self._publisher.publish),
             prompt_index=_prompt_index(scheduler_args),
+            request_log=request_log,
         )
         self._tokenizing = Tokenizing(
             scheduler_args.num_tokenizer_threads,
@@ -186,6 +192,7 @@ class SchedulerHost:
             Sealer.from_dir(engine_dir),
             is_forwarded=server_options.forwards,
             tenant_header=scheduler_args.tenant_header,
+            request_log=request_log,
             begin_trace=_no_trace if self._tracer is None else self._tracer.begin,
             log=log,
         )

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from charonia.errors import UnavailableError, error_of, split_answer
-from charonia.events import RareLog, event
+from charonia.events import RareLog, error_event
 from charonia.serving.messages.relay_client import requests_socket
 from charonia.sockets.channel import Channel
 from charonia.sockets.local import connect
@@ -64,5 +64,5 @@ class SchedulerAddress:
             raise UnavailableError(clean(str(error))) from None
         except OSError as error:
             name = "/".join(self._path.parts[-3:])
-            self._complain(event("scheduler_unreachable", socket=name, reason=error.strerror))
+            self._complain(error_event("scheduler_unreachable", socket=name, reason=error.strerror))
             raise UnavailableError(f"the scheduler cannot be reached: {error.strerror}") from None

@@ -27,7 +27,7 @@ import msgspec
 
 from charonia.core.replica.opening import EngineOpening
 from charonia.errors import EngineDiedError, EngineUnloadedError, StepFailedError
-from charonia.events import event
+from charonia.events import error_event, warning_event
 from charonia.protocol import (
     EngineInfo,
     EngineReply,
@@ -134,7 +134,7 @@ class BlsExecutor:
         self._control = control
         self.refusal = control.refusal
         if self.refusal is not None:
-            log(event("recovery_off", reason=self.refusal))
+            log(warning_event("recovery_off", reason=self.refusal))
 
     def open(self, *, replace: bool, on_done: Callable[[], None]) -> EngineOpening:
         """As `Executor.open`, in a thread of its own.
@@ -244,7 +244,7 @@ class BlsExecutor:
         text = f"the engine cannot be reached: {why}"
         if text != self._last_complaint:
             self._last_complaint = text
-            self._log(event("engine_unreachable", reason=why))
+            self._log(error_event("engine_unreachable", reason=why))
         return EngineDiedError(text)
 
     def _check_loaded(self) -> None:

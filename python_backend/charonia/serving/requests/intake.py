@@ -22,6 +22,7 @@ from functools import partial
 from charonia.config import EngineArgs
 from charonia.core.admission import GenerationRequest
 from charonia.core.output.outputs import Chunk
+from charonia.core.request_log import RequestLog
 from charonia.core.service import EngineService, Sink
 from charonia.errors import (
     CharoniaError,
@@ -30,6 +31,7 @@ from charonia.errors import (
     RequestCancelledError,
     UnavailableError,
 )
+from charonia.events import request_fields
 from charonia.protocol import SamplingParams
 from charonia.sampling_defaults import SamplingDefaults
 from charonia.serving.conventions.interface import DRAFT_IDS
@@ -51,6 +53,7 @@ from charonia.serving.requests.tokenizing import INLINE_CHARACTERS, Prompt, Toke
 from charonia.serving.requests.traced import ending_with_errors, note_call
 from charonia.text.tokenizer import Tokenizer
 from charonia.tracing.request_trace import RequestTrace
+from charonia.tracing.traceparent import trace_id_of
 
 BeginTrace = Callable[[str | None, float], RequestTrace | None]
 NOTHING: Outputs = {"text_output": [""]}
@@ -80,6 +83,7 @@ class Intake:
     Args:
         is_forwarded: whether Triton forwards a header of this name as a parameter.
         tenant_header: see `schema.parse`.
+        request_log: is told of refused requests.
         begin_trace: returns the trace of a request with this `traceparent` and arrival; None if it
             is not traced.
         log: takes one line, from any thread.
@@ -98,6 +102,7 @@ class Intake:
         *,
         is_forwarded: Callable[[str], bool],
         tenant_header: str | None = None,
+        request_log: RequestLog,
         begin_trace: BeginTrace = lambda traceparent, arrived_at: None,
         log: Callable[[str], None],
     ) -> None:
@@ -110,6 +115,7 @@ class Intake:
         self._tenant_header = tenant_header
         self._prober = Prober(service, tokenizer)
         self._cancellations = Cancellations()
+        self._request_log = request_log
         self._begin_trace = begin_trace
         self._log = log
         args = service.engine_args
@@ -126,6 +132,7 @@ class Intake:
         with failing_with_errors(responder, self._log):
             with self._counting():
                 raw = read()
+            with self._counting(raw.request_id, trace_id=trace_id_of(raw.traceparent)):
                 call = parse(
                     raw,
                     relayed_key,
@@ -174,7 +181,7 @@ class Intake:
             except (
                 CheckpointError
             ) as error:  # `charonia reload` checks this; Triton's own loads don't
-                self._log(f"defaults of sampling parameters stay as they were: {error}")
+                self._log(f"warning: defaults of sampling parameters stay as they were: {error}")
             self._defaults = args, defaults
         return defaults
 
@@ -186,16 +193,24 @@ class Intake:
         return defaults
 
     @contextlib.contextmanager
-    def _counting(self, params: SamplingParams | None = None) -> Iterator[None]:
-        """Count refusals before the service, which counts its own.
+    def _counting(
+        self,
+        request_id: str = "",
+        params: SamplingParams | None = None,
+        trace_id: str | None = None,
+    ) -> Iterator[None]:
+        """Count and log refusals before the service, which does it with its own.
 
         Args:
-            params: of the request, if they are known.
+            request_id, params, trace_id: of the request, if they are known.
         """
         try:
             yield
         except CharoniaError as error:
             self._service.count_rejection(error, params)
+            tenant = None if params is None else params.tenant
+            fields = request_fields(request_id=request_id, tenant=tenant, trace_id=trace_id)
+            self._request_log.note_refused(error, fields)
             raise
 
     def _generate(
@@ -205,7 +220,7 @@ class Intake:
         tenant = call.params.tenant
         if trace is not None:
             note_call(trace, call, self._service.engine_args.model)
-        with self._counting(call.params):
+        with self._counting(call.request_id, call.params, call.trace_id):
             self._service.check_tenant(call.params, self._tokenizing.num_of(tenant))
             self._check_drafts(call)
             self._check_length(1 if call.prompt_ids is None else call.prompt_ids.size)
@@ -226,7 +241,7 @@ class Intake:
             if request is not None:
                 self._submit(request, arrived_at, sink)
             else:
-                with self._counting(call.params):
+                with self._counting(call.request_id, call.params, call.trace_id):
                     self._tokenize_later(call, arrived_at, sink, trace)
         except BaseException:
             self._sessions.drop(call.key)
@@ -261,6 +276,7 @@ class Intake:
             return_cumulative_logprob=call.wants_cumulative_logprob,
             timeout_s=call.timeout_s,
             trace=trace,
+            trace_id=call.trace_id,
         )
 
     def _check_drafts(self, call: GenerateCall) -> None:
@@ -292,13 +308,13 @@ class Intake:
         def go_on(outcome: GenerationRequest | CharoniaError) -> None:
             try:
                 if isinstance(outcome, CharoniaError):
-                    self._count_end(outcome, call.params)
+                    self._count_end(outcome, call)
                     raise outcome
                 self._submit(outcome, arrived_at, sink)
             except CharoniaError as error:
                 sink(Chunk(call.key, error=error))
             except Exception:
-                self._log(f"a request failed: {traceback.format_exc()}")
+                self._log(f"error: a request failed: {traceback.format_exc()}")
                 sink(Chunk(call.key, error=CharoniaError(INTERNAL_ERROR)))
 
         self._tokenizing.submit(
@@ -313,12 +329,16 @@ class Intake:
             )
         )
 
-    def _count_end(self, error: CharoniaError, params: SamplingParams) -> None:
-        """Count a request that ended while it was tokenized."""
+    def _count_end(self, error: CharoniaError, call: GenerateCall) -> None:
+        """Count and log a request that ended while it was tokenized."""
+        fields = request_fields(
+            request_id=call.request_id, tenant=call.params.tenant, trace_id=call.trace_id
+        )
+        self._request_log.note_refused(error, fields)
         if isinstance(error, RequestCancelledError):
             self._service.count_cancellation()
         else:
-            self._service.count_rejection(error, params)
+            self._service.count_rejection(error, call.params)
 
     def _submit(self, request: GenerationRequest, arrived_at: float, sink: Sink) -> None:
         self._service.submit(request, sink, arrived_at)

@@ -51,7 +51,7 @@ def fail(responder: Responder, error: CharoniaError, log: Callable[[str], None])
     try:
         responder.fail(error)
     except Exception:
-        log(f"an error could not be sent: {traceback.format_exc()}")
+        log(f"error: an error could not be sent: {traceback.format_exc()}")
 
 
 @contextmanager
@@ -62,7 +62,7 @@ def failing_with_errors(responder: Responder, log: Callable[[str], None]) -> Ite
     except CharoniaError as error:
         fail(responder, error, log)
     except Exception:
-        log(f"a request failed: {traceback.format_exc()}")
+        log(f"error: a request failed: {traceback.format_exc()}")
         fail(responder, CharoniaError(INTERNAL_ERROR), log)
 
 
@@ -73,7 +73,7 @@ def answered(pb_utils: Any, make: Callable[[], Any], log: Callable[[str], None])
     except CharoniaError as error:
         return error_response(pb_utils, error)
     except Exception:
-        log(f"a request failed: {traceback.format_exc()}")
+        log(f"error: a request failed: {traceback.format_exc()}")
         return error_response(pb_utils, CharoniaError(INTERNAL_ERROR))
 
 
@@ -221,11 +221,11 @@ class CancellationPoller:
                 self._on_cancelled(key)
         except Exception:
             self._responders.pop(key, None)
-            self._log(f"a client could not be asked after: {traceback.format_exc()}")
+            self._log(f"error: a client could not be asked after: {traceback.format_exc()}")
 
     def _send_late_ends(self, *, until: float) -> None:
         while self._late_ends and self._late_ends[0].at <= until:
             try:
                 self._late_ends.popleft().end()
             except Exception:
-                self._log(f"an answer could not be ended: {traceback.format_exc()}")
+                self._log(f"error: an answer could not be ended: {traceback.format_exc()}")

@@ -363,7 +363,7 @@ class Sessions:
             try:
                 self._send(session, chunks)
             except Exception:
-                self._log(f"a response could not be sent: {traceback.format_exc()}")
+                self._log(f"error: a response could not be sent: {traceback.format_exc()}")
                 self._give_up(session)
             if session.trace is not None:
                 is_over = self._live.get(session.key) is not session

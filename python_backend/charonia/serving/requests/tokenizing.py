@@ -151,7 +151,7 @@ class Tokenizing:
         except CharoniaError as error:
             return error
         except Exception:
-            self._log(f"a prompt could not be tokenized: {traceback.format_exc()}")
+            self._log(f"error: a prompt could not be tokenized: {traceback.format_exc()}")
             return CharoniaError(INTERNAL_ERROR)
 
     def _expire(self) -> None:

@@ -32,7 +32,7 @@ from charonia.errors import (
     ServerStoppingError,
     split_answer,
 )
-from charonia.events import event
+from charonia.events import error_event
 from charonia.protocol import Hello, ShutdownNotice, decode_reply, encode
 from charonia.sockets.channel import Channel
 from charonia.supervision.process_table import process_state
@@ -271,4 +271,4 @@ class ServerWatch:
                 if not has_complained:
                     has_complained = True
                     reason = f"{type(error).__name__}: {error}"
-                    self._log(event("server_watch_failed", reason=reason))
+                    self._log(error_event("server_watch_failed", reason=reason))

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import psutil
 
 from charonia.errors import LaunchError
-from charonia.events import event
+from charonia.events import error_event, event, warning_event
 from charonia.supervision.server.background import in_background
 from charonia.supervision.server.judge import Loss, SupervisionLimits, Watchdog
 from charonia.supervision.server.model_control import ModelControl
@@ -62,7 +62,7 @@ class OrphanedCalls:
         """Note that a process of a model was lost with this many open calls."""
         if num_calls and model not in self._since:
             self._since[model] = now
-            self._log(event("calls_stranded", model=model, calls=num_calls))
+            self._log(warning_event("calls_stranded", model=model, calls=num_calls))
 
     def look(self, now: float) -> str | None:
         """Why the server must be restarted now, or None."""
@@ -200,7 +200,7 @@ class Repairs:
         self._on_change(model)
         self._log(event("model_back", model=model, seconds=time.monotonic() - case.since))
         if not processes:
-            self._log(event("model_unwatched", model=model))
+            self._log(warning_event("model_unwatched", model=model))
         return None
 
     def _note_open_calls(self, model: str, now: float) -> None:
@@ -209,7 +209,7 @@ class Repairs:
         self._orphaned.note(model, sum(member.num_open_calls for member in lost), now)
 
     def _log_loss(self, loss: Loss) -> None:
-        self._log(event("process_lost", model=loss.model, kind=loss.kind, pid=loss.pid))
+        self._log(error_event("process_lost", model=loss.model, kind=loss.kind, pid=loss.pid))
 
 
 def _kill(processes: Iterable[psutil.Process]) -> None:

@@ -39,7 +39,7 @@ import time
 from collections.abc import Callable
 
 from charonia.errors import CrashError, LaunchError, LostError, NotReadyError
-from charonia.events import event
+from charonia.events import error_event, event
 from charonia.supervision.server.judge import (
     STOPPED_S,
     TRITONSERVER,
@@ -104,7 +104,9 @@ class Supervisor:
             except (CrashError, LostError) as error:
                 self._restart(probe, str(error), served_s=0.0)
             except NotReadyError as error:  # one retry: if it was only slow, more would not help
-                self._log(event("server_restarting", restarts=self.num_restarts, reason=str(error)))
+                self._log(
+                    error_event("server_restarting", restarts=self.num_restarts, reason=str(error))
+                )
                 self._renew(probe)
             while not self._stop.is_set():
                 started = time.monotonic()
@@ -141,7 +143,7 @@ class Supervisor:
             self._num_failures = 0
         num_failed_starts = 0
         while not self._stop.is_set():
-            self._log(event("server_restarting", restarts=self.num_restarts, reason=reason))
+            self._log(error_event("server_restarting", restarts=self.num_restarts, reason=reason))
             try:
                 self._renew(probe)
             except LostError as error:
@@ -150,7 +152,9 @@ class Supervisor:
                 reason = str(error)
                 num_failed_starts += 1
                 if num_failed_starts >= self._limits.max_failed_starts:
-                    self._log(event("server_given_up", starts=num_failed_starts, reason=reason))
+                    self._log(
+                        error_event("server_given_up", starts=num_failed_starts, reason=reason)
+                    )
                     raise LaunchError(
                         f"gave up after {num_failed_starts} failed starts in a row; last: {reason}"
                     ) from None

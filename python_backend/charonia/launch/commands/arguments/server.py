@@ -1,4 +1,4 @@
-"""Arguments of the commands that start or change a server: serve, gateway, reload, drain.
+"""Arguments of the commands that start or change a server: serve, gateway, reload, drain, ….
 
 Owns the grammar and the translation of options into the arguments of each command's own module.
 That module is imported when the command is called.
@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from charonia.errors import ConfigError
+from charonia.events import LEVELS, Level, Log
 from charonia.gateway.settings import DEFAULT_HOST, DEFAULT_PORT, Fallback, GatewaySettings
 from charonia.launch.commands.arguments.values import count, port, positive, positive_float, seconds
 from charonia.launch.commands.log_printer import FORMATS, LogPrinter
+from charonia.log_level import DEFAULT, LevelFile
 
 if TYPE_CHECKING:
     from charonia.launch.server import repository
@@ -90,7 +92,23 @@ def add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     )
     _add_traces(serve)
     serve.add_argument("--verbose", action="store_true", help="show all of tritonserver's log")
-    _add_log_format(serve)
+    _add_log(
+        serve,
+        "`charonia log-level` changes it while the server runs; debug also shows "
+        "tritonserver's own progress",
+    )
+    serve.add_argument(
+        "--log-prompts",
+        action="store_true",
+        help="show the beginning of each request's prompt in its line of level debug (default: no "
+        "line has text of a client's prompt)",
+    )
+    serve.add_argument(
+        "--max-log-len",
+        type=positive,
+        metavar="N",
+        help="characters of a prompt that --log-prompts shows (default: 256)",
+    )
     serve.add_argument(
         "tritonserver",
         nargs="*",
@@ -221,16 +239,27 @@ def add_gateway(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
             help=f"{what} (default: {shown})",
         )
     _add_traces(gateway)
-    _add_log_format(gateway)
+    _add_log(gateway, "it is fixed; of a `charonia serve --gateway` it is the server's")
     gateway.set_defaults(run=_run_gateway)
 
 
-def _add_log_format(parser: argparse.ArgumentParser) -> None:
+def _add_log(parser: argparse.ArgumentParser, note: str) -> None:
+    """Add the options of the log.
+
+    Args:
+        note: what is to say of its level.
+    """
     parser.add_argument(
         "--log-format",
         choices=FORMATS,
         default="text",
         help="lines for people, or one JSON object each (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--log-level",
+        choices=LEVELS,
+        help="the most detailed lines that are shown; debug has the life of each request (default: "
+        f"{DEFAULT}); {note}",
     )
 
 
@@ -324,6 +353,24 @@ def add_drain(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     drain.set_defaults(run=_run_drain)
 
 
+def add_log_level(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add `charonia log-level`."""
+    log_level = commands.add_parser(
+        "log-level",
+        help="show or change how much a running server logs",
+        description="Print the level of the log of a running `charonia serve`, or change it at "
+        "once, for all of its processes and its --gateway. error and warning are for what went "
+        "wrong; info is the default; debug adds the life of each request: when it was taken in, "
+        "started, had its first token and ended, with figures. The level lasts until the next "
+        "change, also when processes are restarted.",
+    )
+    log_level.add_argument(
+        "level", nargs="?", choices=LEVELS, metavar="LEVEL", help=", ".join(LEVELS)
+    )
+    _add_where(log_level)
+    log_level.set_defaults(run=_run_log_level)
+
+
 def _add_where(parser: argparse.ArgumentParser) -> None:
     """Add the options that select one of several servers."""
     where = parser.add_mutually_exclusive_group()
@@ -346,9 +393,15 @@ def _run_serve(options: argparse.Namespace) -> None:
             raise ConfigError(f"--{option} is about the --gateway, which is not asked for")
     _check_traces(options)
     gateway_port = DEFAULT_PORT if options.gateway_port is None else options.gateway_port
+    settings = [*options.settings]
+    if options.log_prompts:
+        settings.append("scheduler.log_prompts=true")
+    if options.max_log_len is not None:
+        settings.append(f"scheduler.max_log_len={options.max_log_len}")
     serve(
         replace(
             _what(options),
+            settings=settings,
             source=options.model_repository,
             served_model_names=options.served_model_names,
             facades=options.facades,
@@ -366,6 +419,7 @@ def _run_serve(options: argparse.Namespace) -> None:
             chat_template=options.chat_template,
             api_key_file=options.api_key_file,
             log_format=options.log_format,
+            log_level=options.log_level or DEFAULT,
             otlp_traces_endpoint=options.otlp_traces_endpoint,
             trace_rate=1 if options.trace_rate is None else options.trace_rate,
         ),
@@ -391,6 +445,12 @@ def _run_gateway(options: argparse.Namespace) -> None:
             f"the gateway needs {error.name}: pip install 'charonia[gateway]'"
         ) from None
 
+    fixed, file = options.log_level, LevelFile.of_environment()  # the file of a server beside it
+
+    def level() -> Level:
+        return file.read() if fixed is None else fixed
+
+    printer = LogPrinter(options.log_format, level=level)
     run_gateway(
         GatewaySettings(
             servers=tuple(dict.fromkeys(options.servers)),
@@ -414,7 +474,7 @@ def _run_gateway(options: argparse.Namespace) -> None:
             otlp_traces_endpoint=options.otlp_traces_endpoint,
             trace_rate=1 if options.trace_rate is None else options.trace_rate,
         ),
-        LogPrinter(options.log_format).say,
+        Log(printer.say, level),
     )
 
 
@@ -431,6 +491,12 @@ def _fallback(options: argparse.Namespace) -> Fallback | None:
         tokenizer=tokenizer,
         model_name=name or tokenizer.resolve().name,
     )
+
+
+def _run_log_level(options: argparse.Namespace) -> None:
+    from charonia.launch.commands.log_level import log_level
+
+    log_level(options.level, runtime_dir=options.runtime_dir, url=options.url)
 
 
 def _run_drain(options: argparse.Namespace) -> None:
