@@ -116,7 +116,7 @@ def _start(stack: contextlib.ExitStack, model: str) -> Mapping[str, TritonSide]:
 
 @contextlib.contextmanager
 def _collector() -> Iterator[str]:
-    """A collector in a process of its own; its endpoint. It must have got something."""
+    """A collector in a process of its own; its endpoint. Triton and charonia must have sent."""
     command = [sys.executable, str(LOADTESTS / "workers" / "otlp_sink.py")]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -125,19 +125,23 @@ def _collector() -> Iterator[str]:
         assert process.stdout is not None
         yield f"http://127.0.0.1:{int(process.stdout.readline())}"
         process.stdin.close()
-        if not int(process.stdout.readline()):
-            raise SystemExit("no spans were sent, so the figures of traced servers mean nothing")
+        if (count := int(process.stdout.readline())) < 2:
+            raise SystemExit(f"{count} of 2 senders sent spans, so the traced figures mean nothing")
 
 
 @contextlib.contextmanager
 def _reading(side: TritonSide) -> Iterator[None]:
     """Read a server's metrics page every second, as Prometheus does."""
     stop = threading.Event()
+    errors: list[httpx.HTTPError] = []
 
     def read() -> None:
         with httpx.Client() as http:
-            while True:
-                http.get(side.metrics_url).raise_for_status()
+            while not errors:
+                try:
+                    http.get(side.metrics_url).raise_for_status()
+                except httpx.HTTPError as error:
+                    errors.append(error)
                 if stop.wait(READ_EVERY_S):
                     return
 
@@ -148,6 +152,8 @@ def _reading(side: TritonSide) -> Iterator[None]:
     finally:
         stop.set()
         thread.join()
+    if errors:
+        raise errors[0]
 
 
 def _request(new_tokens: int, drawn: random.Random) -> Request:

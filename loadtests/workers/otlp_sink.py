@@ -2,23 +2,24 @@
 
     python loadtests/workers/otlp_sink.py
 
-Prints its port, and the number of requests that it took when stdin is closed.
+Prints its port, and when stdin is closed the number of senders, which their user agents tell apart.
 """
 
 import http.server
 import sys
 import threading
+from typing import ClassVar
 
 
 class Sink(http.server.BaseHTTPRequestHandler):
-    """Takes every body. `count`: requests so far."""
+    """Takes every body. `senders`: their user agents."""
 
-    count = 0
+    senders: ClassVar[set[str]] = set()
 
     def do_POST(self) -> None:
         """Take a request."""
         self.rfile.read(int(self.headers["content-length"]))
-        Sink.count += 1
+        Sink.senders.add(self.headers.get("user-agent", ""))
         self.send_response(200)
         self.end_headers()
 
@@ -31,4 +32,4 @@ if __name__ == "__main__":
     threading.Thread(target=server.serve_forever, daemon=True).start()
     print(server.server_port, flush=True)
     sys.stdin.read()
-    print(Sink.count, flush=True)
+    print(len(Sink.senders), flush=True)

@@ -162,13 +162,13 @@ def test_the_gateways_span_is_above_the_servers(
     tokenizer = checkpoint("LlamaForCausalLM")
     options = (f"--otlp-traces-endpoint={collector.http_endpoint}", "--trace-rate=0")
     with running_gateway([server.grpc_url], tokenizer, *options) as gateway:
-        traceparent, trace_id, span_id = new_context()
         body = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": 0}
-        answer = gateway.http.post("/v1/generate", json=body, headers={"traceparent": traceparent})
-        assert answer.status_code == httpx.codes.OK, answer.text
         unsampled, untraced, _ = new_context("00")  # Triton itself would trace this one
-        answer = gateway.http.post("/v1/generate", json=body, headers={"traceparent": unsampled})
-        assert answer.status_code == httpx.codes.OK, answer.text
+        odd, trace_id_of_odd, _ = new_context()
+        traceparent, trace_id, span_id = new_context()
+        for header in (unsampled, f"{odd}\xa0".encode("latin-1"), traceparent):
+            answer = gateway.http.post("/v1/generate", json=body, headers={"traceparent": header})
+            assert answer.status_code == httpx.codes.OK, answer.text
         gateway.stop()  # which sends what is left
     spans = collector.wait(trace_id, whole_below(span_id))
     check_tree(spans, span_id)
@@ -177,3 +177,4 @@ def test_the_gateways_span_is_above_the_servers(
     assert own.attributes["http.response.status_code"] == httpx.codes.OK
     assert own.attributes["gen_ai.usage.output_tokens"] == NUM_TOKENS
     assert not collector.spans(untraced)
+    assert collector.spans(trace_id_of_odd)

@@ -55,6 +55,14 @@ def test_a_request_is_known_by_the_id_that_its_client_gave(gateway: Gateway) -> 
         assert len(reply.headers["x-request-id"]) == 32
 
 
+def test_a_trace_context_that_grpc_would_refuse_harms_nobody(gateway: Gateway) -> None:
+    body = {"prompt": "x", "max_tokens": 1}
+    for end in (b"-\xe9", b"-\xa0", b"\xa0", b"-" + b"x" * 20_000):
+        header = b"01-" + b"a" * 32 + b"-" + b"b" * 16 + b"-01" + end
+        reply = gateway.http.post(TEXT, json=body, headers=[(b"traceparent", header)])
+        assert reply.status_code == 200, (end[:9], reply.text)
+
+
 def test_health_is_asked_without_a_line_in_the_log(gateway: Gateway) -> None:
     for path in ("/health/live", "/health/ready", "/metrics"):
         assert gateway.http.get(path, headers={"x-request-id": "quiet"}).status_code == 200

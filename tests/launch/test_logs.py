@@ -100,7 +100,15 @@ HEAD = {"time": "2026-11-27T12:00:00.250+00:00", "level": "info"}
                 "message": "failed to stop server: Exit timeout.",
             },
         ),
-        ("Signal (6) received.", {"source": "server", "message": "Signal (6) received."}),
+        (
+            "Signal (6) received.",
+            {"level": "error", "source": "server", "message": "Signal (6) received."},
+        ),
+        ("Signal (15) received.", {"source": "server", "message": "Signal (15) received."}),
+        (
+            "[engine] a b=007 c=1e+999 d=1.5",
+            {"source": "engine", "event": "a", "b": "007", "c": "1e+999", "d": 1.5},
+        ),
         ("[engine] a level=5 time=6", {"source": "engine", "event": "a"}),
         (
             "[scheduler] engine_died level=error kind=hung",
@@ -147,7 +155,9 @@ def test_a_line_is_an_object_of_what_it_says(line: str, expected: dict[str, Any]
         ("[scheduler] error: a request failed: Traceback", "error"),
         ("charonia: warning: no more", "warning"),
         ("charonia: it said warning: no", "info"),
-        ("Signal (6) received.", "info"),
+        ("Signal (6) received.", "error"),
+        ("Signal (15) received.", "info"),
+        ("Fatal Python error: Segmentation fault", "error"),
     ],
 )
 def test_a_line_has_its_own_level_or_that_of_triton(line: str, level: str) -> None:

@@ -71,7 +71,10 @@ class Collector:
             def log_message(self, format: str, *args: object) -> None:
                 pass
 
-        self._http = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        class Server(http.server.ThreadingHTTPServer):
+            request_queue_size = 128
+
+        self._http = Server(("127.0.0.1", 0), Handler)
         self._thread = threading.Thread(target=self._http.serve_forever, daemon=True)
         self._thread.start()
         self.http_endpoint = f"http://127.0.0.1:{self._http.server_port}"

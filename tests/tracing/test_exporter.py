@@ -8,6 +8,7 @@ from charonia.errors import ConfigError
 from charonia.tracing.endpoint import check_endpoint, traces_url
 from charonia.tracing.exporter import RequestTracer
 from support.collector import running_collector
+from support.e2e import wait_for
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
@@ -52,13 +53,15 @@ def test_a_collector_that_is_away_is_logged_and_holds_nothing_up(
     endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
     lines: list[str] = []
     tracer = RequestTracer(endpoint, log=lines.append)
     trace = tracer.begin(f"00-{TRACE}-{PARENT}-01", 0.0)
     assert trace is not None
     trace.end(1.0)
-    tracer.close()
+    assert wait_for(lambda: lines, bool)
     assert all(line.startswith("traces_not_sent level=warning reason=") for line in lines)
+    tracer.close()
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,35 @@ def test_who_loses_its_engine_waits_for_another_in_a_span_of_its_own() -> None:
     assert (gap.began_at, gap.ended_at) == (1.0, 5.0)
 
 
+@pytest.mark.parametrize("name", ["preempted", "recovery"])
+def test_who_ends_without_its_row_has_waited_until_then(name: str) -> None:
+    scheduler = make_scheduler()
+    trace, _ = make_trace()
+    request = make_request("a", group=Group("a", trace))
+    scheduler.add(request)
+    run_step(scheduler, make_engine(scheduler), 1.0)
+    if name == "recovery":
+        scheduler.plan(2.0)
+        scheduler.blame()
+        scheduler.reset()
+    else:
+        request.num_preemptions += 1
+    trace.end(6.0)
+    (gap,) = spans_named(trace, name)
+    assert (gap.began_at, gap.ended_at) == (1.0, 6.0)
+
+
+def test_who_shares_an_answer_waits_for_it_until_the_first_response() -> None:
+    trace, _ = make_trace()
+    trace.note_tokenized(1.0, 2.0, 8)
+    trace.note_sent(4.0, 4.1, 3)
+    trace.note_sent(5.0, 5.1, 2)
+    trace.end(5.1)
+    assert names_of(trace) == ["tokenize", "shared", "send"]
+    (waited,) = spans_named(trace, "shared")
+    assert (waited.began_at, waited.ended_at) == (2.0, 4.0)
+
+
 def test_a_long_prompt_has_no_more_spans_than_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_trace, "MAX_CHUNKS", 3)
     scheduler = make_scheduler(max_num_batched_tokens=4)

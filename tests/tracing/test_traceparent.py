@@ -14,6 +14,13 @@ def test_a_valid_one_is_read(flags: str, is_sampled: bool) -> None:
     assert trace_id_of(f" 00-{TRACE}-{SPAN}-{flags} ") == context.hex_trace_id == TRACE
 
 
+def test_it_is_written_anew_without_what_a_client_has_added() -> None:
+    for text in (f"00-{TRACE}-{SPAN}-01\xa0", f"cc-{TRACE}-{SPAN}-01-{'more' * 10_000}"):
+        context = parse_traceparent(text)
+        assert context is not None
+        assert context.traceparent == f"00-{TRACE}-{SPAN}-01"
+
+
 def test_a_later_version_may_have_more() -> None:
     assert parse_traceparent(f"01-{TRACE}-{SPAN}-01-more") == parse_traceparent(
         f"00-{TRACE}-{SPAN}-01"
@@ -33,6 +40,8 @@ def test_a_later_version_may_have_more() -> None:
         f"00-{TRACE}-{'0' * 16}-01",
         f"00-{TRACE.upper()}-{SPAN}-01",
         f"00-{TRACE[1:]}-{SPAN}-01",
+        f"01-{TRACE}-{SPAN}-01-\xe9",
+        f"01-{TRACE}-{SPAN}-01-a\tb",
     ],
 )
 def test_another_one_is_none(text: str | None) -> None:

@@ -199,7 +199,6 @@ class EngineService(RequestEvents):
                 at once; `sink` is not called.
         """
         arrived_at = time.monotonic() if arrived_at is None else arrived_at
-        sink = self._request_log.follow(request, sink, arrived_at)
         followed = None
         if self._recorder is not None and request.prompt_ids and not request.is_probe:
             followed = self._recorder.follow(request, sink, arrived_at)
@@ -207,6 +206,7 @@ class EngineService(RequestEvents):
         try:
             self._core.check(request)
             digest = self._answers.digest_of(request)
+            sink = self._request_log.follow(request, sink, arrived_at)
             with self._wake:
                 self._accept(request, sink, arrived_at, digest)
                 if followed is not None:

@@ -145,5 +145,8 @@ def _max_model_len(args: EngineArgs, spec: ModelSpec, log: Callable[[str], None]
             " beyond it, sliding-window attention is not supported"
         )
     if args.max_model_len is not None and args.max_model_len > limit:
-        log(f"max_model_len {args.max_model_len} is lowered to {limit}, what the model supports")
+        log(
+            f"warning: max_model_len {args.max_model_len} is lowered to {limit}, what the model"
+            " supports"
+        )
     return min(args.max_model_len or limit, limit)

@@ -29,6 +29,8 @@ _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 UNKNOWN_ROUTE = "other"
+MAX_PATH = 200
+"""Limit for a path in the log, in characters."""
 MAX_REASON = 500
 """Limit for a reason in the log, in characters."""
 
@@ -288,12 +290,13 @@ class Observed:
 
     def _span(self, scope: Scope, record: Record) -> "RequestSpan | None":
         """Begin the span of a request, if it is traced here, and continue its trace anyway."""
-        given = Headers(scope=scope).get("traceparent")
+        context = parse_traceparent(Headers(scope=scope).get("traceparent"))
+        # Written anew: gRPC refuses some headers that HTTP takes.
+        given = None if context is None else context.traceparent
         if self._begin_span is not None and scope["path"] not in self._quiet:
             span = self._begin_span(scope, given)
             record.traceparent = span.traceparent
             return span
-        context = parse_traceparent(given)
         # Triton traces whatever comes with a context, sampled or not.
         record.traceparent = given if context is not None and context.is_sampled else None
         return None
@@ -330,4 +333,4 @@ class Observed:
 
 
 def _asked(scope: Scope) -> dict[str, str]:
-    return {"method": scope["method"], "path": scope["path"][:200]}
+    return {"method": scope["method"], "path": scope["path"][:MAX_PATH]}

@@ -11,7 +11,7 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from starlette.types import Scope
 
-from charonia.gateway.observing import UNKNOWN_ROUTE, Record
+from charonia.gateway.observing import MAX_PATH, MAX_REASON, UNKNOWN_ROUTE, Record
 from charonia.tracing.exporter import TraceProvider
 
 _FORM = TraceContextTextMapPropagator()
@@ -40,7 +40,7 @@ class Spans:
             kind=SpanKind.SERVER,
             attributes={
                 "http.request.method": scope["method"],
-                "url.path": scope["path"],
+                "url.path": scope["path"][:MAX_PATH],
                 "url.scheme": scope["scheme"],
             },
         )
@@ -74,6 +74,7 @@ class HttpSpan:
             span.set_attribute("gen_ai.usage.input_tokens", record.prompt_tokens)
             span.set_attribute("gen_ai.usage.output_tokens", record.completion_tokens)
         if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-            span.set_status(Status(StatusCode.ERROR, record.reason))
+            reason = record.reason and record.reason[:MAX_REASON]
+            span.set_status(Status(StatusCode.ERROR, reason))
             span.set_attribute("error.type", str(status))
         span.end()

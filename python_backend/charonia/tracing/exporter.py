@@ -55,9 +55,11 @@ class TraceProvider:
     def __init__(self, endpoint: str, *, rate: int = 1, log: Callable[[str], None]) -> None:
         exporter = _exporter(endpoint)
         _log_warnings(log)
-        name = os.environ.get("OTEL_SERVICE_NAME", SERVICE)
+        has_name = "OTEL_SERVICE_NAME" in os.environ or f"{SERVICE_NAME}=" in os.environ.get(
+            "OTEL_RESOURCE_ATTRIBUTES", ""
+        )
         self._provider = TracerProvider(
-            resource=Resource.create({SERVICE_NAME: name}),
+            resource=Resource.create({} if has_name else {SERVICE_NAME: SERVICE}),
             sampler=ParentBased(TraceIdRatioBased(1 / rate if rate else 0.0)),
             shutdown_on_exit=False,
         )
@@ -124,12 +126,12 @@ class RequestTracer:
             request.set_status(Status(StatusCode.ERROR, text))
             request.set_attribute("error.type", kind)
         below = set_span_in_context(request)
-        for part in trace.spans:
+        for part in list(trace.spans):
             span = self._tracer.start_span(
                 part.name,
                 context=below,
                 start_time=epoch(part.began_at),
-                attributes=part.attributes,
+                attributes=dict(part.attributes),
             )
             span.end(epoch(part.ended_at))
         request.end(epoch(trace.ended_at))

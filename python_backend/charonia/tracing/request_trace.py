@@ -4,6 +4,7 @@ Owns the spans of a request and when each begins and ends. Must not know how the
 
     request ─┬─ tokenize     its texts become token ids
              ├─ queue        it waits for its first step
+             ├─ shared       it waits for its answer, which is another request's or was kept
              ├─ prefill      a step computes a chunk of its prompt; one span each
              ├─ preempted    it has lost its blocks and waits for others
              ├─ recovery     the engine was lost, and it waits for another one
@@ -11,7 +12,8 @@ Owns the spans of a request and when each begins and ends. Must not know how the
              └─ send         from its first response to its last one
 
 Steps are reported by the scheduling thread and responses by sender threads. A request is over only
-after both, and what a surplus step reports later is ignored.
+after both, and what a surplus step reports later is ignored. A last step may still be reported
+while a request ends, so whatever is collected is copied before it is read.
 """
 
 from collections.abc import Callable, Mapping
@@ -39,6 +41,7 @@ class Span:
 class _Sample:
     """One sample of the request. `ended_at`: the end of its last step."""
 
+    request: Request
     ended_at: float
     num_preemptions: int
     num_restarts: int
@@ -97,10 +100,10 @@ class RequestTrace:
         if sample is None:
             if not self._samples:
                 self.spans.append(Span("queue", self._queued_at, began_at))
-            sample = _Sample(ended_at, request.num_preemptions, request.num_restarts)
+            sample = _Sample(request, ended_at, request.num_preemptions, request.num_restarts)
             self._samples[request.index] = sample
         else:
-            self._note_interruption(sample, request, began_at)
+            self._note_interruption(sample, began_at)
             sample.ended_at = ended_at
         if num_tokens > 1 or request.num_computed < request.num_prompt:
             self._note_chunk(request, num_tokens, began_at, ended_at)
@@ -134,16 +137,26 @@ class RequestTrace:
         self.ended_at = ended_at
         self.error = error
         self.attributes.update(attributes or {})
-        if not self._samples and self._queued_at > self.arrived_at:
-            self.spans.append(Span("queue", self._queued_at, ended_at))
-        decodes = (sample.decode for sample in self._samples.values())
+        samples = list(self._samples.values())
+        if not samples:
+            self._note_wait(ended_at)
+        for sample in samples:
+            self._note_interruption(sample, ended_at)
+        decodes = (sample.decode for sample in samples)
         self.spans += [span for span in decodes if span is not None]
         if self._send is not None:
             self.spans.append(self._send)
         self._export(self)
 
-    def _note_interruption(self, sample: _Sample, request: Request, began_at: float) -> None:
+    def _note_wait(self, ended_at: float) -> None:
+        """Note what a request without a step waited for, until its first response or its end."""
+        name = "shared" if self.num_tokens else "queue"
+        until = ended_at if self._send is None else self._send.began_at
+        self.spans.append(Span(name, self._queued_at, max(self._queued_at, until)))
+
+    def _note_interruption(self, sample: _Sample, until: float) -> None:
         """Note what a sample waited for since its last step, if it lost its row."""
+        request = sample.request
         if request.num_restarts > sample.num_restarts:
             name = "recovery"
         elif request.num_preemptions > sample.num_preemptions:
@@ -151,7 +164,7 @@ class RequestTrace:
         else:
             return
         attributes: dict[str, Value] = {"charonia.sample": request.index}
-        self.spans.append(Span(name, sample.ended_at, began_at, attributes))
+        self.spans.append(Span(name, sample.ended_at, until, attributes))
         sample.num_restarts = request.num_restarts
         sample.num_preemptions = request.num_preemptions
 

@@ -6,7 +6,7 @@ Owns the form of `traceparent`: https://www.w3.org/TR/trace-context/#traceparent
 import re
 from typing import NamedTuple
 
-_FORM = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?", re.ASCII)
+_FORM = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-[ -~]*)?", re.ASCII)
 _SAMPLED = 1
 
 
@@ -21,6 +21,11 @@ class TraceContext(NamedTuple):
     trace_id: int
     span_id: int
     is_sampled: bool
+
+    @property
+    def traceparent(self) -> str:
+        """As a header, of version 00 and without what a client may have added."""
+        return f"00-{self.trace_id:032x}-{self.span_id:016x}-{int(self.is_sampled):02x}"
 
     @property
     def hex_trace_id(self) -> str:

@@ -32,8 +32,8 @@ from charonia.supervision.server.supervisor import Supervisor
 
 ENDED_BY_SIGNAL = (signal.SIGINT, signal.SIGTERM)
 HANG_MARGIN_S = 15.0
-_REQUEST_LINE = re.compile("charonia: request ")
-"""Of a gateway: too many for a terminal."""
+_REQUEST_LINE = re.compile("charonia: request (?!level=)")
+"""Of a gateway, at level info: too many for a terminal."""
 DRAIN_S = 30.0
 
 

@@ -5,6 +5,7 @@ reason of a failed start. Must not know processes.
 """
 
 import datetime
+import math
 import re
 from collections.abc import Iterable
 from typing import Any, Literal
@@ -22,7 +23,13 @@ _LEVELS: dict[str, Level | Literal["fatal"]] = {
 }
 _TEXTS = ("id", "key", "path", "prompt", "request_id", "tenant", "trace_id")
 """Fields of events that are texts, even if they look like numbers."""
+_MAX_DIGITS = 24
 _NUMBER = re.compile(r"-?\d+(\.\d+)?(e[+-]\d+)?")
+_CRASH = re.compile(
+    r"Fatal Python error: |terminate called |  what\(\):  |Traceback \(most recent call last\)"
+    r"|Signal \((?!15\))\d+\) received"
+)
+"""How the lines of a process begin that crashes."""
 _UNCAUGHT = re.compile(r"^  what\(\):  (?P<reason>.+)$")
 _LOAD_FAILURE = re.compile(r"failed to load '(?P<model>[^']+)' version \d+: (?P<reason>.*)")
 
@@ -88,7 +95,7 @@ def _parts(line: str) -> tuple[Level | Literal["fatal"], str, str]:
     elif found := _LINE.match(line):
         return _LEVELS[found["severity"]], found["source"], found["text"].strip('"')
     else:
-        return "info", "server", line
+        return "error" if _CRASH.match(line) else "info", "server", line
     return level_of(text), source, without_level(text)
 
 
@@ -111,6 +118,9 @@ def as_record(line: str, now: datetime.datetime) -> dict[str, Any]:
 
 
 def _value(key: str, text: str) -> str | float:
-    if key in _TEXTS or not _NUMBER.fullmatch(text):
+    if key in _TEXTS or not _NUMBER.fullmatch(text) or len(text) > _MAX_DIGITS:
         return text
-    return float(text) if set(text) & set(".e") else int(text)
+    if set(text) & set(".e"):
+        value = float(text)
+        return value if math.isfinite(value) else text
+    return int(text) if str(int(text)) == text else text

@@ -359,18 +359,35 @@ class Sessions:
                     self._queue(session)
                     continue
                 chunks = session.give_out()
-            began_at = time.monotonic()
+            began_at, has_failed = time.monotonic(), False
             try:
                 self._send(session, chunks)
             except Exception:
                 self._log(f"error: a response could not be sent: {traceback.format_exc()}")
                 self._give_up(session)
+                has_failed = True
             if session.trace is not None:
-                is_over = self._live.get(session.key) is not session
-                note_sent(session.trace, chunks, began_at, time.monotonic(), is_last=is_over)
+                self._trace(session, session.trace, chunks, began_at, has_failed=has_failed)
             with session.lock:
                 session.is_queued = False
                 self._queue(session)
+
+    def _trace(
+        self,
+        session: Session,
+        trace: RequestTrace,
+        chunks: list[Chunk],
+        began_at: float,
+        *,
+        has_failed: bool,
+    ) -> None:
+        """Note a response in the request's trace. Nothing that goes wrong here stops responses."""
+        is_last = self._live.get(session.key) is not session
+        now = time.monotonic()
+        try:
+            note_sent(trace, chunks, began_at, now, is_last=is_last, has_failed=has_failed)
+        except Exception:
+            self._log(f"error: a request could not be traced: {traceback.format_exc()}")
 
     def _next(self) -> Session | None:
         """Wait for a session that may send; handle sessions whose wait is over."""

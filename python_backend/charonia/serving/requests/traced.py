@@ -46,12 +46,19 @@ def note_sent(
     ended_at: float,
     *,
     is_last: bool,
+    has_failed: bool = False,
 ) -> None:
-    """Note a response with these chunks, and the request's end after the last one."""
+    """Note a response with these chunks, and the request's end after the last one.
+
+    Args:
+        has_failed: whether it could not be sent.
+    """
     trace.note_sent(began_at, ended_at, sum(len(chunk.token_ids) for chunk in chunks))
     if is_last:
         last = chunks[-1]
         error = None if last.error is None else (last.error.answer, last.error.kind)
+        if has_failed:
+            error = (INTERNAL_ERROR, CharoniaError.kind)
         trace.attributes["gen_ai.usage.output_tokens"] = trace.num_tokens
         trace.end(ended_at, attributes=_outcome(last), error=error)
 
