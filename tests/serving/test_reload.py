@@ -94,7 +94,7 @@ def test_a_change_that_its_scheduler_did_not_live_to_finish_is_undone(
         model_file.with_name(RELOAD_MARK).write_text(marks[owner], encoding="ascii")
     EngineHost(make_runner, model_file.parent, "MODEL", log=log.append)
     assert loaded == ["new" if owner == "alive" else "old"]
-    assert log == ([] if owner == "alive" else ["engine_reload_undone"])
+    assert log == ([] if owner == "alive" else ["engine_reload_undone level=warning"])
 
 
 class Operator:
