@@ -38,7 +38,7 @@ class GatewayProcess:
         address, port: to listen on; 0 takes a free port.
         drain_s: time in which its requests may finish when it drains. chat_template, api_key_file,
             otlp_traces_endpoint, trace_rate: see `charonia gateway`.
-        log_level_file: with the present level of its log, see `log_level`.
+        log_level_file: with the present level of its log, see `log_level`; None is info.
         log: takes the lines of its log and of its restarts, from a thread.
 
     Raises:
@@ -62,7 +62,7 @@ class GatewayProcess:
         api_key_file: Path | None = None,
         otlp_traces_endpoint: str | None = None,
         trace_rate: int = 1,
-        log_level_file: Path,
+        log_level_file: Path | None = None,
         log: Callable[[str], None],
     ) -> None:
         if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
@@ -103,7 +103,9 @@ class GatewayProcess:
             *([] if api_key_file is None else [f"--api-key-file={api_key_file}"]),
             *_traces(otlp_traces_endpoint, trace_rate),
         ]
-        self._environment = {**os.environ, LOG_LEVEL_VARIABLE: str(log_level_file)}
+        self._environment = dict(os.environ)
+        if log_level_file is not None:
+            self._environment[LOG_LEVEL_VARIABLE] = str(log_level_file)
         self._log = log
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
