@@ -86,6 +86,7 @@ def fuzz(
     }
     code = subprocess.run(command, cwd=folder, env=environment, check=False).returncode
     found = json.loads(report.read_text(encoding="utf-8"))
+    del found["command"]  # with this machine's paths; the record has the command that was given
     return code, {"report": found, "counts": json.loads(counts.read_text(encoding="utf-8"))}
 
 
