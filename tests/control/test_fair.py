@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from charonia.control import Request, Update
+from charonia.control import PeakMemory, Request, Update
 from charonia.control.policies import (
     DeadlineWatch,
     DisplacementByPriority,
@@ -361,6 +361,33 @@ def test_who_was_preempted_a_few_times_keeps_its_row_from_other_tenants():
     bench.add(make_request("w", -1, tenant="b", max_tokens=2))
     bench.step()
     assert bench.running == {"w"}
+
+
+@pytest.mark.parametrize("peak", [None, PeakMemory(expects=False)])
+@pytest.mark.parametrize(
+    ("limits", "running"),
+    [
+        ({"max_num_seqs": 3}, {"b", "u", "a"}),
+        ({"max_num_seqs": 2}, {"u", "a"}),
+        ({"max_num_seqs": 3, "num_blocks": 8}, {"u", "a"}),
+    ],
+    ids=["room for both", "one row", "blocks for one"],
+)
+def test_nothing_is_displaced_where_the_first_one_fits_beside_the_urgent_one(limits, running, peak):
+    """Nobody may pass the first one, which was preempted and may displace nobody."""
+    rank = by_priority()
+    policy = fair(rank, equal, DisplacementByPriority(rank))
+    bench = Bench(policy, peak_memory=peak, **limits)
+    bench.add(make_request("b", 5, tenant="b", max_tokens=4))
+    bench.step()
+    assert isinstance(policy.service, VirtualCounters)
+    charge(policy.service, request_of("b", 9), 1000, 0)
+    bench.add(make_request("a", 5, tenant="a", num_preemptions=1))
+    bench.add(make_request("u", -1, tenant="b"))
+    assert [join.token_ids[0] for join in bench.step().joins][0] == ord("u")
+    bench.step()
+    assert bench.running == running
+    assert bench.scheduler.stats.preemptions == len({"b"} - running)
 
 
 @pytest.mark.parametrize("num_harmless", [MAX_HARMLESS - 1, MAX_HARMLESS])

@@ -74,7 +74,7 @@ class Admission:
             budget = step.budget
             if not self._limits.enable_chunked_prefill:  # running requests come first
                 budget -= sum(request.num_to_compute for request in self._running.in_order())
-            found = self._fitting.next_urgent(budget, owed, has_free_row=self._num_free_rows() > 0)
+            found = self._fitting.next_urgent(budget, owed, num_free_rows=self._num_free_rows())
             if found is None:
                 return
             num_running = len(self._running) + 1 - len(found.victims)

@@ -165,13 +165,13 @@ class Fitting:
         return self._fetching.waits(request, hits, self.num_to_load_into(owed))
 
     def next_urgent(
-        self, budget: int, owed: int | None = None, *, has_free_row: bool
+        self, budget: int, owed: int | None = None, *, num_free_rows: int
     ) -> Fit | None:
         """The next request in order that may displace others and fits once it has.
 
-        If it fits without displacing, it may pass the first waiting request as often as any other
-        request may. After that it displaces others even so, and free blocks are kept for the first
-        one.
+        If it fits without displacing, it is admitted so if the first waiting request fits beside
+        it, or may be passed once more. Otherwise it displaces others even so, and what is free is
+        kept for the first one.
 
         Args:
             budget: tokens that the step has left.
@@ -188,12 +188,16 @@ class Fitting:
                 return None
             if self._has_budget(request, hits, budget):
                 spare = self._spare(request, hits, owed)
-                if spare >= 0 and has_free_row and self._has_room_later(request, hits):
+                if spare >= 0 and num_free_rows and self._has_room_later(request, hits):
                     first = next(self._policy.waiting.in_order())
                     if passed:
                         return None
-                    if first is request or _may_be_passed(first):
-                        return Fit(request, hits, [], [first] if first is not request else [], owed)
+                    if first is request:
+                        return Fit(request, hits, [], [], owed)
+                    if _may_be_passed(first):
+                        return Fit(request, hits, [], [first], owed)
+                    if num_free_rows > 1 and self._fits_beside(first, request, hits, owed):
+                        return Fit(request, hits, [], [], owed)
                 victims = self._victims(request, -spare, hits, below)
                 if victims is not None:
                     return Fit(request, hits, victims, passed, owed)
@@ -201,6 +205,14 @@ class Fitting:
                 return None
             passed.append(request)
         return None
+
+    def _fits_beside(self, first: Request, request: Request, hits: list[int], owed: int) -> bool:
+        """Whether the first waiting request would still fit if another one were admitted."""
+        num_taken = self._blocks.num_taken(request, hits)
+        hits = self._blocks.hits(first)
+        if self._spare(first, hits, owed + num_taken) < 0:
+            return False
+        return self._has_room_later(first, hits, beside=request)
 
     def _displacers(
         self, displacement: Displacement
@@ -241,12 +253,22 @@ class Fitting:
         return self._blocks.kv.watermark if self._policy.running else 0
 
     def _has_room_later(
-        self, request: Request, hits: list[int], victims: Iterable[Request] = ()
+        self,
+        request: Request,
+        hits: list[int],
+        victims: Iterable[Request] = (),
+        beside: Request | None = None,
     ) -> bool:
-        """Whether a waiting request and the running ones, without victims, fit until they end."""
+        """Whether a waiting request fits until it ends beside the running ones without victims.
+
+        Args:
+            beside: another waiting request that would run, too.
+        """
         if self._peak is None:
             return True
         running = self._policy.running.in_order()
+        if beside is not None:
+            running.append(beside)
         if gone := set(victims):
             running = [one for one in running if one not in gone]
         num_usable = self._blocks.kv.num_usable
