@@ -88,7 +88,7 @@ class Metric:
             `charonia metrics`: observations per token or step, which are too frequent for Triton's
             metrics, and the page's own state.
         shows: name of the counter, gauge, histogram or observations whose values it shows; "" is
-            its own name. A counter without a label shows the sum of all labels of that.
+            its own name. A counter without a label shows the sum of the `values` of that.
         info: further labels of a gauge that is always 1, and says something by them.
     """
 

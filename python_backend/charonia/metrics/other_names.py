@@ -14,13 +14,12 @@ def shown_again(kind: Kind, values: Mapping[Series, float]) -> dict[Series, floa
     found: dict[Series, float] = {}
     for name, metric in BY_NAME.items():
         if metric.kind == kind and metric.shows:
-            of_labels = {
-                label: value for (own, label), value in values.items() if own == metric.shows
-            }
             if metric.label:
-                found |= {(name, label): of_labels.get(label, 0.0) for label in metric.values}
+                for label in metric.values:
+                    found[name, label] = values.get((metric.shows, label), 0.0)
             else:
-                found[name, ""] = sum(of_labels.values())
+                labels = BY_NAME[metric.shows].values or ("",)
+                found[name, ""] = sum(values.get((metric.shows, label), 0.0) for label in labels)
     return found
 
 
