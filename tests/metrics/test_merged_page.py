@@ -16,8 +16,8 @@ from charonia.metrics.page_server import NoPageError
 from charonia.metrics.page_socket import (
     METRICS_SOCKET,
     HistogramState,
-    MetricsServer,
     SchedulerMetrics,
+    serve_metrics,
 )
 from charonia.sockets.channel import Channel
 from charonia.sockets.local import listen
@@ -84,7 +84,7 @@ def add_scheduler(tmp_path: Path) -> Iterator[Callable[..., None]]:
 
         def add(name: str, read: Callable[[], SchedulerMetrics]) -> None:
             (tmp_path / name / "1").mkdir(parents=True)
-            server = MetricsServer(tmp_path / name / "1" / METRICS_SOCKET, read, log=pytest.fail)
+            server = serve_metrics(tmp_path / name / "1" / METRICS_SOCKET, read, log=pytest.fail)
             stack.enter_context(contextlib.closing(server))
 
         yield add

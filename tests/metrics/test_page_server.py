@@ -11,7 +11,8 @@ import pytest
 
 from charonia.launch.server.processes import listen
 from charonia.metrics import page_server
-from charonia.metrics.page_server import MAX_CONNECTIONS, NoPageError, PageServer
+from charonia.metrics.page_server import NoPageError, PageServer
+from charonia.sockets.server import MAX_CONNECTIONS
 from support.e2e import HTTP, wait_for
 
 Start = Callable[[Callable[[], bytes]], int]
@@ -163,17 +164,26 @@ class SlowPage:
         return page
 
 
-def test_who_comes_while_a_page_is_made_shares_the_next_one() -> None:
-    slow = SlowPage()
+def test_who_comes_while_a_page_is_made_shares_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slow, asked = SlowPage(), list[object]()
+    next_page = PageServer._next_page
+
+    def next_page_and_note(server: PageServer) -> object:
+        asked.append(page := next_page(server))
+        return page
+
+    monkeypatch.setattr(PageServer, "_next_page", next_page_and_note)
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(listen("127.0.0.1", 0, "metrics"))
-        server = stack.enter_context(contextlib.closing(PageServer(listener, slow.read, print)))
+        stack.enter_context(contextlib.closing(PageServer(listener, slow.read, print)))
         clients = []
         for number in range(6):
             clients.append(stack.enter_context(connect(listener.getsockname()[1])))
             clients[-1].sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
-            wait_for(lambda: server._num_asking, lambda num, number=number: num > number)
-        assert slow.num_begun == 1
+            wait_for(lambda: len(asked), lambda num, number=number: num > number)
+            assert wait_for(lambda: slow.num_begun, bool) == 1
         slow.may_go_on.set()
         pages = [client.makefile("rb").read()[-1:] for client in clients]
     assert pages == [b"1", *[b"2"] * 5], "a page that was begun before it was asked for"

@@ -14,9 +14,9 @@ from charonia.metrics import page_socket
 from charonia.metrics.page_socket import (
     METRICS_SOCKET,
     HistogramState,
-    MetricsServer,
     SchedulerMetrics,
     ask_schedulers,
+    serve_metrics,
 )
 from charonia.sockets.channel import Channel
 from charonia.sockets.connection import Connection
@@ -38,7 +38,7 @@ def serve(tmp_path: Path) -> Iterator[Callable[[Path, Callable[[], SchedulerMetr
     servers = []
 
     def serve(path: Path, read: Callable[[], SchedulerMetrics]) -> None:
-        servers.append(MetricsServer(path, read, log=pytest.fail))
+        servers.append(serve_metrics(path, read, log=pytest.fail))
 
     yield serve
     for server in servers:

@@ -1,8 +1,9 @@
 """What is read off two pages: sums, rates, quantiles, and counters that began again."""
 
+import httpx
 import pytest
 
-from charonia.metrics.snapshot import NoMetricsError, Snapshot, Span
+from charonia.metrics.snapshot import NoMetricsError, Snapshot, Span, read_metrics
 
 BEFORE = """# TYPE done counter
 done_total{model="a",why="stop"} 10
@@ -82,3 +83,14 @@ def test_quantiles_are_those_of_the_time_between(span: Span) -> None:
 def test_what_is_no_page_of_metrics_is_refused(page: str) -> None:
     with pytest.raises(NoMetricsError, match="not in Prometheus' text format"):
         Snapshot.of(page, 0.0)
+
+
+def test_a_servers_page_is_read_as_totals_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read_metrics("http://127.0.0.1:1/metrics") is None
+    monkeypatch.setattr(httpx, "get", lambda url, timeout: httpx.Response(200, text=AFTER))
+    found = read_metrics("http://127.0.0.1:1/metrics")
+    assert found is not None
+    assert (found["rows"], found["done_total"], found["seconds_count"]) == (8, 27, 13)
+    refusal = httpx.Response(503, text="tritonserver does not run\n")
+    monkeypatch.setattr(httpx, "get", lambda url, timeout: refusal)
+    assert read_metrics("http://127.0.0.1:1/metrics") == {}

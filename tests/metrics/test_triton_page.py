@@ -145,16 +145,16 @@ def test_counters_and_gauges_follow_and_only_changes_are_sent() -> None:
 
 def test_every_counter_whose_labels_are_known_is_there_at_zero_from_the_start() -> None:
     registry, _ = make(Metrics())
-    counters = [metric for metric in METRICS if metric.kind == "counter"]
-    assert {metric.name for metric in counters if not metric.values and metric.label} == {
+    counters = {name: metric for name, metric in METRICS.items() if metric.kind == "counter"}
+    assert {name for name, metric in counters.items() if not metric.values and metric.label} == {
         "charonia_drafted_at_position_total",
         "charonia_accepted_at_position_total",
     }
-    for metric in counters:
+    for name, metric in counters.items():
         if metric.values or not metric.label:
-            own = {labels for name, labels in registry.made if name == metric.name}
-            assert own == ({(value,) for value in metric.values} or {()}), metric.name
-            assert all(registry.value(metric.name, *labels) == 0 for labels in own)
+            own = {labels for made, labels in registry.made if made == name}
+            assert own == ({(value,) for value in metric.values} or {()}), name
+            assert all(registry.value(name, *labels) == 0 for labels in own)
 
 
 def test_a_gauge_is_set_again_and_again_because_an_older_scheduler_may_have_ended() -> None:
@@ -224,7 +224,7 @@ def test_what_is_observed_per_step_stays_here() -> None:
     metrics.histograms["charonia_step_seconds"].observe(60.0)
     exporter.update()
     assert not [name for name, _ in registry.made if "step_seconds" in name]
-    states = exporter.step_histograms()
+    states = exporter.read().histograms
     assert set(states) == {
         "charonia_inter_token_seconds",
         "charonia_step_seconds",
@@ -282,9 +282,9 @@ def test_gauges_are_shown_by_vllms_names_too() -> None:
     assert registry.value("vllm:num_requests_waiting") == 5
     assert registry.value("vllm:kv_cache_usage_perc") == 0.4
     config = {"block_size": "16", "num_gpu_blocks": "12"}
-    assert exporter.infos() == {"vllm:cache_config_info": config}
+    assert exporter.read().infos == {"vllm:cache_config_info": config}
     _, plain = make(metrics)
-    assert plain.infos() == {}
+    assert plain.read().infos == {}
     empty, _ = make(Metrics(), with_vllm_names=True)
     assert empty.value("vllm:kv_cache_usage_perc") == 0
 
@@ -317,7 +317,7 @@ def test_vllms_names_come_on_request() -> None:
     assert registry.value("vllm:request_success_total", "length") == 2
     assert registry.value("vllm:request_success_total", "stop") == 0
     assert ("vllm:request_success_total", ("timeout",)) not in registry.made
-    assert exporter.step_histograms()["vllm:time_per_output_token_seconds"].counts[-1] == 9
+    assert exporter.read().histograms["vllm:time_per_output_token_seconds"].counts[-1] == 9
     assert registry.made["vllm:request_prompt_tokens", ()].observed == [7]
     assert registry.made["vllm:e2e_request_latency_seconds", ()].observed == [1.5]
     assert registry.made["vllm:request_params_n", ()].observed == [1.0]

@@ -13,6 +13,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from typing import Protocol
 
@@ -61,76 +62,67 @@ class Metrics:
 
     def __init__(self) -> None:
         self.figures = Figures()
-        self.registry = registry = CollectorRegistry()
-        self.requests = Counter(
+        self.registry = CollectorRegistry()
+        counter = partial(Counter, registry=self.registry)
+        gauge = partial(Gauge, registry=self.registry)
+        histogram = partial(Histogram, registry=self.registry)
+        self.requests = counter(
             "charonia_gateway_requests",
             "Requests that have ended, by their status; 499: the client left.",
             ["route", "status"],
-            registry=registry,
         )
-        self.batch_entries = Counter(
+        self.batch_entries = counter(
             "charonia_gateway_batch_entries",
             "Entries of batches that were answered, by the status that each would have alone.",
             ["status"],
-            registry=registry,
         )
-        self.in_flight = Gauge(
-            "charonia_gateway_requests_in_flight",
-            "Requests that are being answered.",
-            registry=registry,
+        self.in_flight = gauge(
+            "charonia_gateway_requests_in_flight", "Requests that are being answered."
         )
-        self.seconds = Histogram(
+        self.seconds = histogram(
             "charonia_gateway_request_seconds",
             "From the first byte of a request to the last one of its answer.",
             ["route"],
             buckets=_SECONDS,
-            registry=registry,
         )
-        self.first_token_seconds = Histogram(
+        self.first_token_seconds = histogram(
             "charonia_gateway_time_to_first_token_seconds",
             "From the first byte of a request to the first token of its stream.",
             buckets=_SECONDS,
-            registry=registry,
         )
-        self.inter_token_seconds = Histogram(
+        self.inter_token_seconds = histogram(
             "charonia_gateway_inter_token_seconds",
             "Between a token of a stream and the next one, of each sample.",
             buckets=_TOKEN_SECONDS,
-            registry=registry,
         )
-        self.prompt_tokens = Counter(
-            "charonia_gateway_prompt_tokens", "Of requests with an answer.", registry=registry
+        self.prompt_tokens = counter(
+            "charonia_gateway_prompt_tokens", "Of requests with an answer."
         )
-        self.completion_tokens = Counter(
-            "charonia_gateway_completion_tokens", "That were sent to clients.", registry=registry
+        self.completion_tokens = counter(
+            "charonia_gateway_completion_tokens", "That were sent to clients."
         )
-        self.retries = Counter(
+        self.retries = counter(
             "charonia_gateway_retries",
             "Requests that a server did not take, and another one was asked.",
             ["server"],
-            registry=registry,
         )
-        self.fallbacks = Counter(
+        self.fallbacks = counter(
             "charonia_gateway_fallbacks",
             "Requests, or entries of a batch, that the fallback model was asked to answer.",
-            registry=registry,
         )
-        self.tasks = Gauge(
+        self.tasks = gauge(
             "charonia_gateway_tasks",
             "Tasks of the event loop: a few, and some per request that is being answered.",
-            registry=registry,
         )
-        self.outstanding = Gauge(
+        self.outstanding = gauge(
             "charonia_gateway_server_requests",
             "Requests of this gateway that a server has.",
             ["server"],
-            registry=registry,
         )
-        self.breaker_open = Gauge(
+        self.breaker_open = gauge(
             "charonia_gateway_server_resting",
             "Whether a server is not asked because it failed.",
             ["server"],
-            registry=registry,
         )
 
 

@@ -12,12 +12,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import httpx
-from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client import Metric as Family
-from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client import generate_latest
 from prometheus_client.registry import Collector
 
-from charonia.metrics.metric_table import BY_NAME, SCHEDULER_UP, Metric, labels_of
+from charonia.metrics.metric_table import BY_NAME, labels_of
 from charonia.metrics.page_server import NoPageError
 from charonia.metrics.page_socket import METRICS_SOCKET, SchedulerMetrics, ask_schedulers
 
@@ -28,7 +27,6 @@ TRITON_S = 0.8
 
 Both together are less than the scrape_timeout of docker/prometheus/prometheus.yml. So the page
 comes and says who is down; without it the whole server would seem to be."""
-LABELS = ("model", "version")
 
 Place = tuple[str, str]
 """A model and its version."""
@@ -67,62 +65,44 @@ class MergedPage:
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise NoPageError(f"tritonserver's metrics cannot be read: {error}") from None
         places = [(path.parts[-3], path.parts[-2]) for path in paths]
-        return triton + exposition(dict(zip(places, answers, strict=True)))
+        return triton + generate_latest(_Answers(dict(zip(places, answers, strict=True))))
 
     def close(self) -> None:
         """Close the connections."""
         self._client.close()
 
 
-def exposition(answers: Mapping[Place, SchedulerMetrics | None]) -> bytes:
-    """Write the schedulers' answers in Prometheus' text format; None is a missing answer."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Answers(answers))
-    return generate_latest(registry)
-
-
 class _Answers(Collector):
-    """The families of the answers, each once, with the series of all schedulers."""
+    """The families of the schedulers' answers, each once; None is a missing answer."""
 
     def __init__(self, answers: Mapping[Place, SchedulerMetrics | None]) -> None:
         self._answers = answers
 
     def collect(self) -> Iterator[Family]:
         """Yield the families that have series."""
-        if not self._answers:
-            return
-        is_up = GaugeMetricFamily(SCHEDULER_UP.name, SCHEDULER_UP.help, labels=LABELS)
-        for place, answer in self._answers.items():
-            is_up.add_metric(place, float(answer is not None))
-        yield is_up
-        there = {place: answer for place, answer in self._answers.items() if answer is not None}
-        for metric in BY_NAME.values():
-            family = _info(metric, there) if metric.info else _histogram(metric, there)
+        for name, metric in BY_NAME.items():
+            family = Family(name, metric.help, metric.kind)
+            for (model, version), answer in self._answers.items():
+                labels = labels_of(name, {"model": model, "version": version})
+                for suffix, further, value in _samples(name, answer):
+                    family.add_sample(name + suffix, labels | further, value)
             if family.samples:
                 yield family
 
 
-def _histogram(metric: Metric, answers: Mapping[Place, SchedulerMetrics]) -> Family:
-    """The family of a histogram, with a series for each scheduler that has it."""
-    family = HistogramMetricFamily(metric.name, metric.help, labels=tuple(_labels(metric)))
-    for place, answer in answers.items():
-        if (state := answer.histograms.get(metric.name)) is not None:
-            bounds = [*(f"{bound:g}" for bound in state.bounds), "+Inf"]
-            buckets = list(zip(bounds, state.counts, strict=True))
-            family.add_metric(list(_labels(metric, place).values()), buckets, state.sum)
-    return family
-
-
-def _info(metric: Metric, answers: Mapping[Place, SchedulerMetrics]) -> Family:
-    """The family of a metric that is always 1, with a series for each scheduler that has it."""
-    family = GaugeMetricFamily(metric.name, metric.help, labels=(*_labels(metric), *metric.info))
-    for place, answer in answers.items():
-        if (found := answer.infos.get(metric.name)) is not None:
-            own = (found[label] for label in metric.info)
-            family.add_metric((*_labels(metric, place).values(), *own), 1.0)
-    return family
-
-
-def _labels(metric: Metric, place: Place = ("", "")) -> dict[str, str]:
-    """The labels of a scheduler's series; their names are the same for all."""
-    return labels_of(metric, dict(zip(LABELS, place, strict=True)))
+def _samples(
+    name: str, answer: SchedulerMetrics | None
+) -> Iterator[tuple[str, dict[str, str], float]]:
+    """Yield what an answer says of a metric: suffix of the name, further labels, and value."""
+    if name == "charonia_scheduler_up":
+        yield "", {}, float(answer is not None)
+    elif answer is None:
+        return
+    elif (info := answer.infos.get(name)) is not None:
+        yield "", {label: info[label] for label in BY_NAME[name].info}, 1.0
+    elif (state := answer.histograms.get(name)) is not None:
+        bounds = [*(f"{bound:g}" for bound in state.bounds), "+Inf"]
+        for bound, count in zip(bounds, state.counts, strict=True):
+            yield "_bucket", {"le": bound}, count
+        yield "_count", {}, state.counts[-1]
+        yield "_sum", {}, state.sum

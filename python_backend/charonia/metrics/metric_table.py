@@ -3,14 +3,15 @@
 Owns what Prometheus is told of a family. Must not know its values (`metrics`), nor how a page is
 made.
 
-To add a metric: add a `Metric` to `METRICS` and a call that counts it (`Metrics.count` or
+To add a metric: add an entry to `METRICS` and a call that counts it (`Metrics.count` or
 `Metrics.observe_request`, or a gauge in `Metrics.show_scheduler`), and run `make interface` for the
 table of model_repository/README.md. The page then shows it. The gateway's metrics are in
 `gateway/observing.py`.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 from charonia.errors import KINDS, UnavailableError
@@ -72,7 +73,7 @@ _TOKENS = tuple(float(2**power) for power in range(18))
 _COUNTS = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Metric:
     """One family. Its series have the labels `model` and `version`, and at most one more.
 
@@ -87,11 +88,10 @@ class Metric:
             `charonia metrics`: observations per token or step, which are too frequent for Triton's
             metrics, and the page's own state.
         shows: name of the counter, gauge, histogram or observations whose values it shows; "" is
-            its own name. A counter without a label shows the sum of all labels of that.
+            its own name. A counter without a label shows the sum of the `values` of that.
         info: further labels of a gauge that is always 1, and says something by them.
     """
 
-    name: str
     kind: Kind
     help: str
     label: str = ""
@@ -101,591 +101,282 @@ class Metric:
     shows: str = ""
     info: tuple[str, ...] = ()
 
-    @property
-    def source(self) -> str:
-        """Name of its values in `Metrics`."""
-        return self.shows or self.name
+
+_counter = partial(Metric, "counter")
+_gauge = partial(Metric, "gauge")
+_of_tenants = partial(_counter, label="tenant", values=(OTHERS,))
 
 
-SCHEDULER_UP = Metric(
-    name="charonia_scheduler_up",
-    kind="gauge",
-    help="Whether the scheduler has answered this scrape. If 0, its own histograms are missing, "
-    "and the rest may be out of date.",
-    place="page",
-)
-KV_BLOCKS = Metric(
-    name="charonia_kv_blocks",
-    kind="gauge",
-    help="Blocks of the KV cache by state. Blocks of live requests are used; for blocks set "
-    "aside there is no memory at the moment.",
-    label="state",
-    values=("total", "used", "cached", "free", "aside"),
-)
-TIER_BLOCKS = Metric(
-    name="charonia_kv_tier_blocks",
-    kind="gauge",
-    help="Blocks in the tiers below the KV cache.",
-    label="tier",
-    values=("host", "file"),
-)
-REQUESTS_RUNNING = Metric(
-    name="charonia_requests_running",
-    kind="gauge",
-    help="Requests that have a row of the engine.",
-)
-REQUESTS_WAITING = Metric(
-    name="charonia_requests_waiting",
-    kind="gauge",
-    help="Requests that wait for a row or for an engine.",
-)
-ENGINE_STATE = Metric(
-    name="charonia_engine_state",
-    kind="gauge",
-    help="Whether this is the engine's present state.",
-    label="state",
-    values=ENGINE_STATES,
-)
-MAX_ROWS = Metric(
-    name="charonia_max_rows",
-    kind="gauge",
-    help="Maximum of concurrent requests, as set or as chosen by max_num_seqs auto.",
-)
-TRITON_BLOCKS = Metric(
-    name="nv_trt_llm_kv_cache_block_metrics",
-    kind="gauge",
-    help="Blocks of the KV cache, tokens per block, and the share in use, by TensorRT-LLM's words.",
-    label="kv_cache_block_type",
-    values=("max", "free", "used", "tokens_per", "fraction"),
-)
-TRITON_REQUESTS = Metric(
-    name="nv_trt_llm_request_metrics",
-    kind="gauge",
-    help="Requests by TensorRT-LLM's words: active ones run or wait, scheduled ones have a row.",
-    label="request_type",
-    values=("active", "scheduled", "waiting", "max"),
-)
+def _histogram(
+    help: str, buckets: tuple[float, ...], *, place: Place = "triton", shows: str = ""
+) -> Metric:
+    return Metric("histogram", help, buckets=buckets, place=place, shows=shows)
 
-METRICS = (
-    SCHEDULER_UP,
-    REQUESTS_RUNNING,
-    REQUESTS_WAITING,
-    Metric(
-        name="charonia_queue_seconds",
-        kind="histogram",
-        help="Time from a request's arrival to its first step, or to its end if it had none.",
-        buckets=_REQUEST_SECONDS,
-    ),
-    Metric(
-        name="charonia_time_to_first_token_seconds",
-        kind="histogram",
-        help="Time from a request's arrival to its first token.",
-        buckets=_FIRST_TOKEN_SECONDS,
-    ),
-    Metric(
-        name="charonia_inter_token_seconds",
-        kind="histogram",
-        help="Time per token after a request's first, one observation per token.",
-        buckets=_INTER_TOKEN_SECONDS,
+
+def _shown(name: str) -> Metric:
+    """The same as one of ours, for another name."""
+    return replace(METRICS[name], shows=name)
+
+
+METRICS = {
+    "charonia_scheduler_up": _gauge(
+        "Whether the scheduler has answered this scrape. If 0, its own histograms are missing, "
+        "and the rest may be out of date.",
         place="page",
     ),
-    Metric(
-        name="charonia_request_seconds",
-        kind="histogram",
-        help="Time from a request's arrival to its end.",
-        buckets=_REQUEST_SECONDS,
+    "charonia_requests_running": _gauge("Requests that have a row of the engine."),
+    "charonia_requests_waiting": _gauge("Requests that wait for a row or for an engine."),
+    "charonia_queue_seconds": _histogram(
+        "Time from a request's arrival to its first step, or to its end if it had none.",
+        _REQUEST_SECONDS,
     ),
-    Metric(
-        name="charonia_prompt_tokens_total",
-        kind="counter",
-        help="Prompt tokens that were computed or found in the prefix cache.",
-        label="source",
-        values=("computed", "cached"),
+    "charonia_time_to_first_token_seconds": _histogram(
+        "Time from a request's arrival to its first token.", _FIRST_TOKEN_SECONDS
     ),
-    Metric(
-        name="charonia_generation_tokens_total",
-        kind="counter",
-        help="Tokens generated for clients.",
+    "charonia_inter_token_seconds": _histogram(
+        "Time per token after a request's first, one observation per token.",
+        _INTER_TOKEN_SECONDS,
+        place="page",
     ),
-    Metric(
-        name="charonia_finished_total",
-        kind="counter",
-        help="Finished requests by finish reason or kind of error.",
-        label="reason",
-        values=ENDS,
+    "charonia_request_seconds": _histogram(
+        "Time from a request's arrival to its end.", _REQUEST_SECONDS
     ),
-    Metric(
-        name="charonia_rejections_total",
-        kind="counter",
-        help="Requests refused before they were queued.",
-        label="reason",
-        values=("invalid", *UNAVAILABLE),
+    "charonia_prompt_tokens_total": _counter(
+        "Prompt tokens that were computed or found in the prefix cache.",
+        "source",
+        ("computed", "cached"),
     ),
-    Metric(
-        name="charonia_cancellations_total",
-        kind="counter",
-        help="Requests whose client cancelled them or went away.",
+    "charonia_generation_tokens_total": _counter("Tokens generated for clients."),
+    "charonia_finished_total": _counter(
+        "Finished requests by finish reason or kind of error.", "reason", ENDS
     ),
-    Metric(
-        name="charonia_degradation_level",
-        kind="gauge",
-        help="Number of rungs of the degradation ladder in effect, 0 without pressure.",
+    "charonia_rejections_total": _counter(
+        "Requests refused before they were queued.", "reason", ("invalid", *UNAVAILABLE)
     ),
-    Metric(
-        name="charonia_capped_requests_total",
-        kind="counter",
-        help="Low-priority requests whose max_tokens was lowered under pressure.",
+    "charonia_cancellations_total": _counter("Requests whose client cancelled them or went away."),
+    "charonia_degradation_level": _gauge(
+        "Number of rungs of the degradation ladder in effect, 0 without pressure."
     ),
-    Metric(
-        name="charonia_preemptions_total",
-        kind="counter",
-        help="Times that a running request gave up its blocks and was recomputed later.",
+    "charonia_capped_requests_total": _counter(
+        "Low-priority requests whose max_tokens was lowered under pressure."
     ),
-    Metric(
-        name="charonia_kv_event_batches_dropped_total",
-        kind="counter",
-        help="Batches of KV events dropped because they came faster than they were sent.",
+    "charonia_preemptions_total": _counter(
+        "Times that a running request gave up its blocks and was recomputed later."
     ),
-    Metric(
-        name="charonia_kv_blocks_evicted_total",
-        kind="counter",
-        help="Blocks of the KV cache evicted for new content.",
+    "charonia_kv_event_batches_dropped_total": _counter(
+        "Batches of KV events dropped because they came faster than they were sent."
     ),
-    Metric(
-        name="charonia_kv_blocks_saved_total",
-        kind="counter",
-        help="Blocks saved to lower tiers, once for each tier.",
+    "charonia_kv_blocks_evicted_total": _counter("Blocks of the KV cache evicted for new content."),
+    "charonia_kv_blocks_saved_total": _counter("Blocks saved to lower tiers, once for each tier."),
+    "charonia_kv_blocks_loaded_total": _counter("Blocks loaded from lower tiers."),
+    "charonia_kv_loads_failed_total": _counter(
+        "Blocks that were lost or damaged in a lower tier, and were computed instead."
     ),
-    Metric(
-        name="charonia_kv_blocks_loaded_total",
-        kind="counter",
-        help="Blocks loaded from lower tiers.",
+    "charonia_kv_tier_blocks": _gauge(
+        "Blocks in the tiers below the KV cache.", "tier", ("host", "file")
     ),
-    Metric(
-        name="charonia_kv_loads_failed_total",
-        kind="counter",
-        help="Blocks that were lost or damaged in a lower tier, and were computed instead.",
+    "charonia_prefix_waits_total": _counter(
+        "Requests that waited for a prefix that another one was computing."
     ),
-    TIER_BLOCKS,
-    Metric(
-        name="charonia_prefix_waits_total",
-        kind="counter",
-        help="Requests that waited for a prefix that another one was computing.",
+    "charonia_prefix_cache_queried_tokens_total": _counter(
+        "Prompt tokens looked up in the prefix cache."
     ),
-    Metric(
-        name="charonia_prefix_cache_queried_tokens_total",
-        kind="counter",
-        help="Prompt tokens looked up in the prefix cache.",
-    ),
-    Metric(
-        name="charonia_prefix_cache_hit_tokens_total",
-        kind="counter",
-        help="Prompt tokens found in the prefix cache.",
-    ),
-    Metric(
-        name="charonia_answer_cache_hits_total",
-        kind="counter",
-        help="Requests answered by an earlier equal one (exact), an equal one that was running "
+    "charonia_prefix_cache_hit_tokens_total": _counter("Prompt tokens found in the prefix cache."),
+    "charonia_answer_cache_hits_total": _counter(
+        "Requests answered by an earlier equal one (exact), an equal one that was running "
         "(joined), or an earlier similar one (semantic).",
-        label="kind",
-        values=CACHED,
+        "kind",
+        CACHED,
     ),
-    Metric(
-        name="charonia_answer_cache_misses_total",
-        kind="counter",
-        help="Requests that were looked up in the answer cache and computed.",
+    "charonia_answer_cache_misses_total": _counter(
+        "Requests that were looked up in the answer cache and computed."
     ),
-    Metric(
-        name="charonia_answer_cache_evicted_total",
-        kind="counter",
-        help="Answers evicted from the answer cache, for lack of bytes or because of their age.",
-        label="why",
-        values=("bytes", "age"),
+    "charonia_answer_cache_evicted_total": _counter(
+        "Answers evicted from the answer cache, for lack of bytes or because of their age.",
+        "why",
+        ("bytes", "age"),
     ),
-    Metric(
-        name="charonia_answer_cache_answers",
-        kind="gauge",
-        help="Answers in the answer cache.",
+    "charonia_answer_cache_answers": _gauge("Answers in the answer cache."),
+    "charonia_answer_cache_bytes": _gauge("Bytes of the answers in the answer cache."),
+    "charonia_kv_blocks": _gauge(
+        "Blocks of the KV cache by state. Blocks of live requests are used; for blocks set "
+        "aside there is no memory at the moment.",
+        "state",
+        ("total", "used", "cached", "free", "aside"),
     ),
-    Metric(
-        name="charonia_answer_cache_bytes",
-        kind="gauge",
-        help="Bytes of the answers in the answer cache.",
+    "charonia_kv_retained_blocks": _gauge(
+        "Blocks of the KV cache, used or cached, that are evicted after all others because of "
+        "`cache_priority`."
     ),
-    KV_BLOCKS,
-    Metric(
-        name="charonia_kv_retained_blocks",
-        kind="gauge",
-        help="Blocks of the KV cache, used or cached, that are evicted after all others because of "
-        "`cache_priority`.",
+    "charonia_step_seconds": _histogram(
+        "Time that the engine computed in a step.", _STEP_SECONDS, place="page"
     ),
-    Metric(
-        name="charonia_step_seconds",
-        kind="histogram",
-        help="Time that the engine computed in a step.",
-        buckets=_STEP_SECONDS,
-        place="page",
+    "charonia_plan_seconds": _histogram(
+        "Time that the scheduler took to plan a step.", _PLAN_SECONDS, place="page"
     ),
-    Metric(
-        name="charonia_plan_seconds",
-        kind="histogram",
-        help="Time that the scheduler took to plan a step.",
-        buckets=_PLAN_SECONDS,
-        place="page",
+    "charonia_step_phase_seconds_total": _counter(
+        "Time of steps beside planning and computing, by phase.", "phase", PHASES
     ),
-    Metric(
-        name="charonia_step_phase_seconds_total",
-        kind="counter",
-        help="Time of steps beside planning and computing, by phase.",
-        label="phase",
-        values=PHASES,
+    "charonia_draft_tokens_total": _counter("Tokens drafted by speculation."),
+    "charonia_accepted_tokens_total": _counter("Drafted tokens that were accepted."),
+    "charonia_draft_rounds_total": _counter(
+        "Steps of a request in which drafted tokens were verified."
     ),
-    Metric(
-        name="charonia_draft_tokens_total",
-        kind="counter",
-        help="Tokens drafted by speculation.",
+    "charonia_drafted_at_position_total": _counter(
+        "Drafted tokens by their place in a run of drafts, from 0.", "position"
     ),
-    Metric(
-        name="charonia_accepted_tokens_total",
-        kind="counter",
-        help="Drafted tokens that were accepted.",
+    "charonia_accepted_at_position_total": _counter(
+        "Accepted tokens by their place in a run of drafts, from 0.", "position"
     ),
-    Metric(
-        name="charonia_draft_rounds_total",
-        kind="counter",
-        help="Steps of a request in which drafted tokens were verified.",
+    "charonia_draft_depth": _gauge("Drafted tokens per decoding request in the last step."),
+    "charonia_max_rows": _gauge(
+        "Maximum of concurrent requests, as set or as chosen by max_num_seqs auto."
     ),
-    Metric(
-        name="charonia_drafted_at_position_total",
-        kind="counter",
-        help="Drafted tokens by their place in a run of drafts, from 0.",
-        label="position",
+    "charonia_max_step_tokens": _gauge(
+        "Maximum tokens of a step, as set or as chosen by max_num_batched_tokens auto."
     ),
-    Metric(
-        name="charonia_accepted_at_position_total",
-        kind="counter",
-        help="Accepted tokens by their place in a run of drafts, from 0.",
-        label="position",
+    "charonia_engine_memory_bytes": _gauge(
+        "The first rank's memory at its start: in use with weights, for the largest step (0 is "
+        "not measured), for the KV cache, and left.",
+        "part",
+        ("weights", "step", "kv_cache", "left"),
     ),
-    Metric(
-        name="charonia_draft_depth",
-        kind="gauge",
-        help="Drafted tokens per decoding request in the last step.",
+    "charonia_engine_up": _gauge("Whether there is an engine that can run steps."),
+    "charonia_engine_state": _gauge(
+        "Whether this is the engine's present state.", "state", ENGINE_STATES
     ),
-    MAX_ROWS,
-    Metric(
-        name="charonia_max_step_tokens",
-        kind="gauge",
-        help="Maximum tokens of a step, as set or as chosen by max_num_batched_tokens auto.",
+    "charonia_engine_restarts_total": _counter("Engines that replaced a lost one."),
+    "charonia_engine_reloads_total": _counter(
+        "Engines that replaced another one by an operator's order."
     ),
-    Metric(
-        name="charonia_engine_memory_bytes",
-        kind="gauge",
-        help="The first rank's memory at its start: in use with weights, for the largest step (0 "
-        "is not measured), for the KV cache, and left.",
-        label="part",
-        values=("weights", "step", "kv_cache", "left"),
+    "charonia_engine_failures_total": _counter("Failures of the engine by kind.", "kind", FAILURES),
+    "charonia_recovery_seconds": _histogram(
+        "Time from noticing the loss of an engine until requests ran again.", _REQUEST_SECONDS
     ),
-    Metric(
-        name="charonia_engine_up",
-        kind="gauge",
-        help="Whether there is an engine that can run steps.",
+    "charonia_requests_recomputed_total": _counter(
+        "Live requests that continued on another engine."
     ),
-    ENGINE_STATE,
-    Metric(
-        name="charonia_engine_restarts_total",
-        kind="counter",
-        help="Engines that replaced a lost one.",
+    "charonia_requests_quarantined_total": _counter(
+        "Requests that failed alone because they stop the engine each time they run."
     ),
-    Metric(
-        name="charonia_engine_reloads_total",
-        kind="counter",
-        help="Engines that replaced another one by an operator's order.",
+    "charonia_collective_calls_total": _counter(
+        "Collective operations of the engine's first rank, by operation.", "operation", OPERATIONS
     ),
-    Metric(
-        name="charonia_engine_failures_total",
-        kind="counter",
-        help="Failures of the engine by kind.",
-        label="kind",
-        values=FAILURES,
+    "charonia_collective_bytes_total": _counter(
+        "Bytes that the engine's first rank gave to collective operations, by operation.",
+        "operation",
+        OPERATIONS,
     ),
-    Metric(
-        name="charonia_recovery_seconds",
-        kind="histogram",
-        help="Time from noticing the loss of an engine until requests ran again.",
-        buckets=_REQUEST_SECONDS,
+    "charonia_collective_seconds_total": _counter(
+        "Time that the engine's first rank spent in collective operations, waiting included.",
+        "operation",
+        OPERATIONS,
     ),
-    Metric(
-        name="charonia_requests_recomputed_total",
-        kind="counter",
-        help="Live requests that continued on another engine.",
+    "charonia_tenant_requests_running": _gauge(
+        "Requests of a tenant that have had a step.", "tenant", (OTHERS,)
     ),
-    Metric(
-        name="charonia_requests_quarantined_total",
-        kind="counter",
-        help="Requests that failed alone because they stop the engine each time they run.",
+    "charonia_tenant_requests_waiting": _gauge(
+        "Requests of a tenant that wait for their first step.", "tenant", (OTHERS,)
     ),
-    Metric(
-        name="charonia_collective_calls_total",
-        kind="counter",
-        help="Collective operations of the engine's first rank, by operation.",
-        label="operation",
-        values=OPERATIONS,
+    "charonia_tenant_requests_total": _of_tenants("Finished requests of a tenant."),
+    "charonia_tenant_rejections_total": _of_tenants(
+        "Requests of a tenant refused before they were queued, without invalid ones."
     ),
-    Metric(
-        name="charonia_collective_bytes_total",
-        kind="counter",
-        help="Bytes that the engine's first rank gave to collective operations, by operation.",
-        label="operation",
-        values=OPERATIONS,
+    "charonia_tenant_prompt_tokens_total": _of_tenants(
+        "Prompt tokens of a tenant's answered requests."
     ),
-    Metric(
-        name="charonia_collective_seconds_total",
-        kind="counter",
-        help="Time that the engine's first rank spent in collective operations, waiting included.",
-        label="operation",
-        values=OPERATIONS,
+    "charonia_tenant_generation_tokens_total": _of_tenants(
+        "Tokens generated for a tenant, including samples that best_of leaves out. What is "
+        "computed for several requests counts once."
     ),
-    Metric(
-        name="charonia_tenant_requests_running",
-        kind="gauge",
-        help="Requests of a tenant that have had a step.",
-        label="tenant",
-        values=(OTHERS,),
+    "charonia_ttft_target_met_total": _of_tenants(
+        "Requests whose first token came within the tenant's target."
     ),
-    Metric(
-        name="charonia_tenant_requests_waiting",
-        kind="gauge",
-        help="Requests of a tenant that wait for their first step.",
-        label="tenant",
-        values=(OTHERS,),
+    "charonia_ttft_target_missed_total": _of_tenants(
+        "Requests whose first token came later than the tenant's target, or never. Refused ones "
+        "count, unless the client or its tenant is the cause."
     ),
-    Metric(
-        name="charonia_tenant_requests_total",
-        kind="counter",
-        help="Finished requests of a tenant.",
-        label="tenant",
-        values=(OTHERS,),
+    "charonia_inter_token_target_met_total": _of_tenants(
+        "Requests whose mean time between tokens met the tenant's target."
     ),
-    Metric(
-        name="charonia_tenant_rejections_total",
-        kind="counter",
-        help="Requests of a tenant refused before they were queued, without invalid ones.",
-        label="tenant",
-        values=(OTHERS,),
+    "charonia_inter_token_target_missed_total": _of_tenants(
+        "Requests whose mean time between tokens missed the tenant's target."
     ),
-    Metric(
-        name="charonia_tenant_prompt_tokens_total",
-        kind="counter",
-        help="Prompt tokens of a tenant's answered requests.",
-        label="tenant",
-        values=(OTHERS,),
+    "charonia_deadline_met_total": _of_tenants(
+        "Requests with a deadline that were answered in time."
     ),
-    Metric(
-        name="charonia_tenant_generation_tokens_total",
-        kind="counter",
-        help="Tokens generated for a tenant, including samples that best_of leaves out. What is "
-        "computed for several requests counts once.",
-        label="tenant",
-        values=(OTHERS,),
+    "charonia_deadline_missed_total": _of_tenants(
+        "Requests with a deadline that were not answered in time. Refused ones count, unless "
+        "the client or its tenant is the cause."
     ),
-    Metric(
-        name="charonia_ttft_target_met_total",
-        kind="counter",
-        help="Requests whose first token came within the tenant's target.",
-        label="tenant",
-        values=(OTHERS,),
+    "nv_trt_llm_kv_cache_block_metrics": _gauge(
+        "Blocks of the KV cache, tokens per block, and the share in use, by TensorRT-LLM's words.",
+        "kv_cache_block_type",
+        ("max", "free", "used", "tokens_per", "fraction"),
     ),
-    Metric(
-        name="charonia_ttft_target_missed_total",
-        kind="counter",
-        help="Requests whose first token came later than the tenant's target, or never. Refused "
-        "ones count, unless the client or its tenant is the cause.",
-        label="tenant",
-        values=(OTHERS,),
+    "nv_trt_llm_request_metrics": _gauge(
+        "Requests by TensorRT-LLM's words: active ones run or wait, scheduled ones have a row.",
+        "request_type",
+        ("active", "scheduled", "waiting", "max"),
     ),
-    Metric(
-        name="charonia_inter_token_target_met_total",
-        kind="counter",
-        help="Requests whose mean time between tokens met the tenant's target.",
-        label="tenant",
-        values=(OTHERS,),
-    ),
-    Metric(
-        name="charonia_inter_token_target_missed_total",
-        kind="counter",
-        help="Requests whose mean time between tokens missed the tenant's target.",
-        label="tenant",
-        values=(OTHERS,),
-    ),
-    Metric(
-        name="charonia_deadline_met_total",
-        kind="counter",
-        help="Requests with a deadline that were answered in time.",
-        label="tenant",
-        values=(OTHERS,),
-    ),
-    Metric(
-        name="charonia_deadline_missed_total",
-        kind="counter",
-        help="Requests with a deadline that were not answered in time. Refused ones count, "
-        "unless the client or its tenant is the cause.",
-        label="tenant",
-        values=(OTHERS,),
-    ),
-    TRITON_BLOCKS,
-    TRITON_REQUESTS,
-)
+}
+"""Metrics by name."""
 
-KV_USAGE = Metric(
-    name="vllm:kv_cache_usage_perc",
-    kind="gauge",
-    help="Share of the KV cache's blocks that live requests use, from 0 to 1.",
-)
-CACHE_CONFIG = Metric(
-    name="vllm:cache_config_info",
-    kind="gauge",
-    help="Always 1. Its labels say the tokens per block of the KV cache and its number of blocks.",
-    place="page",
-    info=("block_size", "num_gpu_blocks"),
-)
-
-VLLM_METRICS = (
-    Metric(
-        name="vllm:num_requests_running",
-        kind="gauge",
-        help="Requests that have a row of the engine.",
-        shows=REQUESTS_RUNNING.name,
+VLLM_METRICS = {
+    "vllm:num_requests_running": _shown("charonia_requests_running"),
+    "vllm:num_requests_waiting": _shown("charonia_requests_waiting"),
+    "vllm:kv_cache_usage_perc": _gauge(
+        "Share of the KV cache's blocks that live requests use, from 0 to 1."
     ),
-    Metric(
-        name="vllm:num_requests_waiting",
-        kind="gauge",
-        help="Requests that wait for a row or for an engine.",
-        shows=REQUESTS_WAITING.name,
+    "vllm:cache_config_info": _gauge(
+        "Always 1. Its labels say the tokens per block of the KV cache and its number of blocks.",
+        place="page",
+        info=("block_size", "num_gpu_blocks"),
     ),
-    KV_USAGE,
-    CACHE_CONFIG,
-    Metric(
-        name="vllm:num_preemptions_total",
-        kind="counter",
-        help="Times that a running request gave up its blocks and was recomputed later.",
-        shows="charonia_preemptions_total",
-    ),
-    Metric(
-        name="vllm:prefix_cache_queries_total",
-        kind="counter",
-        help="Prompt tokens looked up in the prefix cache.",
-        shows="charonia_prefix_cache_queried_tokens_total",
-    ),
-    Metric(
-        name="vllm:prefix_cache_hits_total",
-        kind="counter",
-        help="Prompt tokens found in the prefix cache.",
-        shows="charonia_prefix_cache_hit_tokens_total",
-    ),
-    Metric(
-        name="vllm:request_success_total",
-        kind="counter",
-        help="Answered requests by finish reason.",
-        label="finished_reason",
-        values=("stop", "length"),
+    "vllm:num_preemptions_total": _shown("charonia_preemptions_total"),
+    "vllm:prefix_cache_queries_total": _shown("charonia_prefix_cache_queried_tokens_total"),
+    "vllm:prefix_cache_hits_total": _shown("charonia_prefix_cache_hit_tokens_total"),
+    "vllm:request_success_total": _counter(
+        "Answered requests by finish reason.",
+        "finished_reason",
+        ("stop", "length"),
         shows="charonia_finished_total",
     ),
-    Metric(
-        name="vllm:spec_decode_num_drafts_total",
-        kind="counter",
-        help="Steps of a request in which drafted tokens were verified.",
-        shows="charonia_draft_rounds_total",
+    "vllm:spec_decode_num_drafts_total": _shown("charonia_draft_rounds_total"),
+    "vllm:spec_decode_num_draft_tokens_total": _shown("charonia_draft_tokens_total"),
+    "vllm:spec_decode_num_accepted_tokens_total": _shown("charonia_accepted_tokens_total"),
+    "vllm:request_queue_time_seconds": _shown("charonia_queue_seconds"),
+    "vllm:prompt_tokens_total": _counter(
+        "Tokens of prompts.", shows="charonia_prompt_tokens_total"
     ),
-    Metric(
-        name="vllm:spec_decode_num_draft_tokens_total",
-        kind="counter",
-        help="Tokens drafted by speculation.",
-        shows="charonia_draft_tokens_total",
-    ),
-    Metric(
-        name="vllm:spec_decode_num_accepted_tokens_total",
-        kind="counter",
-        help="Drafted tokens that were accepted.",
-        shows="charonia_accepted_tokens_total",
-    ),
-    Metric(
-        name="vllm:request_queue_time_seconds",
-        kind="histogram",
-        help="Time from a request's arrival to its first step, or to its end if it had none.",
-        buckets=_REQUEST_SECONDS,
-        shows="charonia_queue_seconds",
-    ),
-    Metric(
-        name="vllm:prompt_tokens_total",
-        kind="counter",
-        help="Tokens of prompts.",
-        shows="charonia_prompt_tokens_total",
-    ),
-    Metric(
-        name="vllm:generation_tokens_total",
-        kind="counter",
-        help="Tokens generated for clients.",
-        shows="charonia_generation_tokens_total",
-    ),
-    Metric(
-        name="vllm:time_to_first_token_seconds",
-        kind="histogram",
-        help="Time from a request's arrival to its first token.",
-        buckets=_FIRST_TOKEN_SECONDS,
-        shows="charonia_time_to_first_token_seconds",
-    ),
-    Metric(
-        name="vllm:inter_token_latency_seconds",
-        kind="histogram",
-        help="Time per token after a request's first, one observation per token.",
-        buckets=_INTER_TOKEN_SECONDS,
+    "vllm:generation_tokens_total": _shown("charonia_generation_tokens_total"),
+    "vllm:time_to_first_token_seconds": _shown("charonia_time_to_first_token_seconds"),
+    "vllm:inter_token_latency_seconds": _shown("charonia_inter_token_seconds"),
+    "vllm:time_per_output_token_seconds": _histogram(
+        "The same by the name that vLLM gave up.",
+        _INTER_TOKEN_SECONDS,
         place="page",
         shows="charonia_inter_token_seconds",
     ),
-    Metric(
-        name="vllm:time_per_output_token_seconds",
-        kind="histogram",
-        help="The same by the name that vLLM gave up.",
-        buckets=_INTER_TOKEN_SECONDS,
-        place="page",
-        shows="charonia_inter_token_seconds",
+    "vllm:e2e_request_latency_seconds": _shown("charonia_request_seconds"),
+    "vllm:request_prompt_tokens": _histogram(
+        "Tokens of a request's prompt.", _TOKENS, shows="request_prompt_tokens"
     ),
-    Metric(
-        name="vllm:e2e_request_latency_seconds",
-        kind="histogram",
-        help="Time from a request's arrival to its end.",
-        buckets=_REQUEST_SECONDS,
-        shows="charonia_request_seconds",
+    "vllm:request_generation_tokens": _histogram(
+        "Tokens generated for a request.", _TOKENS, shows="request_generation_tokens"
     ),
-    Metric(
-        name="vllm:request_prompt_tokens",
-        kind="histogram",
-        help="Tokens of a request's prompt.",
-        buckets=_TOKENS,
-        shows="request_prompt_tokens",
-    ),
-    Metric(
-        name="vllm:request_generation_tokens",
-        kind="histogram",
-        help="Tokens generated for a request.",
-        buckets=_TOKENS,
-        shows="request_generation_tokens",
-    ),
-    Metric(
-        name="vllm:request_params_n",
-        kind="histogram",
-        help="Completions requested by a request, which is always one.",
-        buckets=_COUNTS,
+    "vllm:request_params_n": _histogram(
+        "Completions requested by a request, which is always one.",
+        _COUNTS,
         shows="request_params_n",
     ),
-)
-"""Metrics under vLLM's names, with the scheduler's REPORT_CUSTOM_METRICS."""
+}
+"""Metrics by vLLM's names, with the scheduler's REPORT_CUSTOM_METRICS."""
 
-BY_NAME = {metric.name: metric for metric in (*METRICS, *VLLM_METRICS)}
+BY_NAME = METRICS | VLLM_METRICS
 
 
-def labels_of(metric: Metric, labels: Mapping[str, str]) -> dict[str, str]:
+def labels_of(name: str, labels: Mapping[str, str]) -> dict[str, str]:
     """The labels that all series of a metric have.
 
     vLLM's dashboards select by the name of the model and the number of its engine, so series under
@@ -694,6 +385,6 @@ def labels_of(metric: Metric, labels: Mapping[str, str]) -> dict[str, str]:
     Args:
         labels: `model`, the name of the scheduler's model, and `version`.
     """
-    if not metric.name.startswith("vllm:"):
+    if name not in VLLM_METRICS:
         return dict(labels)
     return {**labels, "model_name": labels["model"], "engine": "0"}

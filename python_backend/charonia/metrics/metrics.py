@@ -10,9 +10,10 @@ What belongs to a request is counted before its last chunk is delivered.
 from bisect import bisect_left
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from charonia.control import DraftCounts, Scheduler
-from charonia.metrics.metric_table import KV_BLOCKS, METRICS, TIER_BLOCKS, VLLM_METRICS
+from charonia.metrics.metric_table import BY_NAME, METRICS
 from charonia.protocol import Collectives, MemoryReport
 
 MAX_UNDRAINED = 10_000
@@ -46,20 +47,16 @@ class Histogram:
 
     def cumulative(self) -> list[int]:
         """For each bound, and +Inf: the number of observations up to it."""
-        totals, total = [], 0
-        for count in self.counts:
-            total += count
-            totals.append(total)
-        return totals
+        return list(accumulate(self.counts))
 
 
 def _zeros() -> dict[Series, float]:
     """Return all counters that exist from the start, at 0."""
     zeros: dict[Series, float] = defaultdict(float)
-    for metric in METRICS:
+    for name, metric in METRICS.items():
         if metric.kind == "counter":
-            for value in metric.values if metric.label else ("",):
-                zeros[metric.name, value] = 0.0
+            for label in metric.values if metric.label else ("",):
+                zeros[name, label] = 0.0
     return zeros
 
 
@@ -76,15 +73,15 @@ class Metrics:
     gauges: dict[Series, float] = field(default_factory=dict)
     histograms: dict[str, Histogram] = field(
         default_factory=lambda: {
-            metric.name: Histogram(metric.buckets)
-            for metric in METRICS
+            name: Histogram(metric.buckets)
+            for name, metric in METRICS.items()
             if metric.kind == "histogram" and metric.place == "page"
         }
     )
     observations: dict[str, deque[float]] = field(
         default_factory=lambda: {
-            metric.source: deque()
-            for metric in (*METRICS, *VLLM_METRICS)
+            metric.shows or name: deque()
+            for name, metric in BY_NAME.items()
             if metric.kind == "histogram" and metric.place == "triton"
         }
     )
@@ -95,9 +92,9 @@ class Metrics:
 
     def name_tenant(self, label: str) -> None:
         """Show a tenant's counters from now on, even at 0."""
-        for metric in METRICS:
+        for name, metric in METRICS.items():
             if metric.kind == "counter" and metric.label == "tenant":
-                self.count(metric.name, 0, label)
+                self.count(name, 0, label)
 
     def count_phase(self, phase: str, seconds: float) -> None:
         """Add to the time of a phase, see `metric_table.PHASES`."""
@@ -121,32 +118,32 @@ class Metrics:
 
     def show_scheduler(self, scheduler: Scheduler) -> None:
         """Take over the control plane's counts, and how its blocks are used."""
-        kv, stats, counters = scheduler.kv, scheduler.stats, self.counters
-        for state, value in (
-            ("total", kv.num_blocks - 1),
-            ("used", kv.num_used),
-            ("cached", kv.num_cached),
-            ("free", kv.num_free - kv.num_cached),
-            ("aside", kv.num_blocks - 1 - kv.num_usable),
-        ):
-            self.gauges[KV_BLOCKS.name, state] = value
-        self.gauges["charonia_kv_retained_blocks", ""] = kv.num_retained
-        counters["charonia_prompt_tokens_total", "computed"] = stats.prompt_tokens_computed
-        counters["charonia_prompt_tokens_total", "cached"] = stats.prompt_tokens_cached
-        counters["charonia_preemptions_total", ""] = stats.preemptions
-        counters["charonia_kv_blocks_evicted_total", ""] = stats.blocks_evicted
-        counters["charonia_kv_blocks_saved_total", ""] = stats.blocks_saved
-        counters["charonia_kv_blocks_loaded_total", ""] = stats.blocks_loaded
-        counters["charonia_kv_loads_failed_total", ""] = stats.loads_failed
-        tiers = dict(scheduler.tier_sizes())
-        for tier in TIER_BLOCKS.values:
-            self.gauges[TIER_BLOCKS.name, tier] = tiers.get(tier, 0)
-        counters["charonia_prefix_waits_total", ""] = stats.prefix_waits
-        counters["charonia_prefix_cache_queried_tokens_total", ""] = stats.prefix_queried_tokens
-        counters["charonia_prefix_cache_hit_tokens_total", ""] = stats.prefix_hit_tokens
-        self.gauges["charonia_draft_depth", ""] = stats.draft_depth
-        self.gauges["charonia_max_rows", ""] = stats.max_rows
-        self.gauges["charonia_max_step_tokens", ""] = stats.max_step_tokens
+        kv, stats, tiers = scheduler.kv, scheduler.stats, dict(scheduler.tier_sizes())
+        self.gauges |= {
+            ("charonia_kv_blocks", "total"): kv.num_blocks - 1,
+            ("charonia_kv_blocks", "used"): kv.num_used,
+            ("charonia_kv_blocks", "cached"): kv.num_cached,
+            ("charonia_kv_blocks", "free"): kv.num_free - kv.num_cached,
+            ("charonia_kv_blocks", "aside"): kv.num_blocks - 1 - kv.num_usable,
+            ("charonia_kv_retained_blocks", ""): kv.num_retained,
+            ("charonia_kv_tier_blocks", "host"): tiers.get("host", 0),
+            ("charonia_kv_tier_blocks", "file"): tiers.get("file", 0),
+            ("charonia_draft_depth", ""): stats.draft_depth,
+            ("charonia_max_rows", ""): stats.max_rows,
+            ("charonia_max_step_tokens", ""): stats.max_step_tokens,
+        }
+        self.counters |= {
+            ("charonia_prompt_tokens_total", "computed"): stats.prompt_tokens_computed,
+            ("charonia_prompt_tokens_total", "cached"): stats.prompt_tokens_cached,
+            ("charonia_preemptions_total", ""): stats.preemptions,
+            ("charonia_kv_blocks_evicted_total", ""): stats.blocks_evicted,
+            ("charonia_kv_blocks_saved_total", ""): stats.blocks_saved,
+            ("charonia_kv_blocks_loaded_total", ""): stats.blocks_loaded,
+            ("charonia_kv_loads_failed_total", ""): stats.loads_failed,
+            ("charonia_prefix_waits_total", ""): stats.prefix_waits,
+            ("charonia_prefix_cache_queried_tokens_total", ""): stats.prefix_queried_tokens,
+            ("charonia_prefix_cache_hit_tokens_total", ""): stats.prefix_hit_tokens,
+        }
         self.show_drafts(stats.drafts)
 
     def show_memory(self, memory: MemoryReport | None) -> None:

@@ -1,66 +1,60 @@
-"""Gauges under the names of vLLM and TensorRT-LLM, made of ours, so that others' tools read them.
+"""Our numbers under the names of vLLM and TensorRT-LLM, so that others' tools read them.
 
-Owns which of our gauges answers which of theirs. Must not know how they are exported. Counters and
-histograms need no more than `Metric.shows`.
+Owns how they are made of ours. Must not know how they are exported.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
-from charonia.metrics.metric_table import (
-    CACHE_CONFIG,
-    KV_BLOCKS,
-    KV_USAGE,
-    MAX_ROWS,
-    REQUESTS_RUNNING,
-    REQUESTS_WAITING,
-    TRITON_BLOCKS,
-    TRITON_REQUESTS,
-    Metric,
-)
+from charonia.metrics.metric_table import BY_NAME, Kind
 from charonia.metrics.metrics import Series
 
-Gauge = tuple[Metric, str, float]
-"""A metric, the value of its label, and its own value."""
+
+def shown_again(kind: Kind, values: Mapping[Series, float]) -> dict[Series, float]:
+    """Return the values of all counters, or gauges, that show others: see `Metric.shows`."""
+    found: dict[Series, float] = {}
+    for name, metric in BY_NAME.items():
+        if metric.kind == kind and metric.shows:
+            if metric.label:
+                for label in metric.values:
+                    found[name, label] = values.get((metric.shows, label), 0.0)
+            else:
+                labels = BY_NAME[metric.shows].values or ("",)
+                found[name, ""] = sum(values.get((metric.shows, label), 0.0) for label in labels)
+    return found
 
 
-def gauges_of_triton(gauges: Mapping[Series, float], block_size: int) -> Iterator[Gauge]:
-    """Yield the gauges that TensorRT-LLM's backend has.
+def gauges_of_others(gauges: Mapping[Series, float], block_size: int) -> dict[Series, float]:
+    """Return the gauges of others that are more than one of ours by another name.
 
     Args:
         gauges: ours. block_size: tokens per KV block.
     """
-    usable, used = _blocks(gauges)
-    for label, blocks in (("max", usable), ("used", used), ("free", usable - used)):
-        yield TRITON_BLOCKS, label, blocks
-    yield TRITON_BLOCKS, "tokens_per", float(block_size)
-    yield TRITON_BLOCKS, "fraction", used / usable if usable else 0.0
-    running, waiting = _of(gauges, REQUESTS_RUNNING), _of(gauges, REQUESTS_WAITING)
-    yield TRITON_REQUESTS, "active", running + waiting
-    yield TRITON_REQUESTS, "scheduled", running
-    yield TRITON_REQUESTS, "waiting", waiting
-    yield TRITON_REQUESTS, "max", _of(gauges, MAX_ROWS)
-
-
-def gauges_of_vllm(gauges: Mapping[Series, float]) -> Iterator[Gauge]:
-    """Yield the gauges of vLLM that are not one of ours by another name."""
-    usable, used = _blocks(gauges)
-    yield KV_USAGE, "", used / usable if usable else 0.0
+    running, waiting, rows = (
+        gauges.get((f"charonia_{name}", ""), 0.0)
+        for name in ("requests_running", "requests_waiting", "max_rows")
+    )
+    total, aside, used = (
+        gauges.get(("charonia_kv_blocks", state), 0.0) for state in ("total", "aside", "used")
+    )
+    usable = total - aside
+    share = used / usable if usable else 0.0
+    return {
+        ("nv_trt_llm_kv_cache_block_metrics", "max"): usable,
+        ("nv_trt_llm_kv_cache_block_metrics", "used"): used,
+        ("nv_trt_llm_kv_cache_block_metrics", "free"): usable - used,
+        ("nv_trt_llm_kv_cache_block_metrics", "tokens_per"): float(block_size),
+        ("nv_trt_llm_kv_cache_block_metrics", "fraction"): share,
+        ("nv_trt_llm_request_metrics", "active"): running + waiting,
+        ("nv_trt_llm_request_metrics", "scheduled"): running,
+        ("nv_trt_llm_request_metrics", "waiting"): waiting,
+        ("nv_trt_llm_request_metrics", "max"): rows,
+        ("vllm:kv_cache_usage_perc", ""): share,
+    }
 
 
 def infos_of_vllm(gauges: Mapping[Series, float], block_size: int) -> dict[str, dict[str, str]]:
     """Return the labels of vLLM's metrics that say something by their labels, by name."""
-    num_blocks = int(gauges.get((KV_BLOCKS.name, "total"), 0.0))
-    values = (str(block_size), str(num_blocks))
-    return {CACHE_CONFIG.name: dict(zip(CACHE_CONFIG.info, values, strict=True))}
-
-
-def _blocks(gauges: Mapping[Series, float]) -> tuple[float, float]:
-    """The blocks that can be used at the moment, and those in use."""
-    total, aside, used = (
-        gauges.get((KV_BLOCKS.name, state), 0.0) for state in ("total", "aside", "used")
-    )
-    return total - aside, used
-
-
-def _of(gauges: Mapping[Series, float], metric: Metric) -> float:
-    return gauges.get((metric.name, ""), 0.0)
+    num_blocks = int(gauges.get(("charonia_kv_blocks", "total"), 0.0))
+    return {
+        "vllm:cache_config_info": {"block_size": f"{block_size}", "num_gpu_blocks": f"{num_blocks}"}
+    }

@@ -1,7 +1,7 @@
 """Serves the metrics page over HTTP.
 
-Owns the connections: how many, for how long, and what is answered beside the page. Must not know
-what is on the page.
+Owns what a client may ask, what is answered beside the page, and for how long a page is waited for.
+Must not know what is on the page. `sockets/server.py` bounds the connections.
 
     GET /metrics ──► a page that is begun after it came ──► answered, and closed
     another path, another method: 404      no page: 503      no HTTP: 400
@@ -9,28 +9,30 @@ what is on the page.
 One page is made at a time. Requests that come meanwhile share the next one.
 """
 
-import asyncio
-import contextlib
 import socket
 import threading
+import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from http import HTTPStatus
+from weakref import WeakKeyDictionary
 
 import h11
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
+from charonia.sockets.channel import Channel
+from charonia.sockets.connection import Connection
+from charonia.sockets.server import Server
+
 PATH = b"/metrics"
-MAX_CONNECTIONS = 64
-"""At a time. A further one replaces the oldest that has not sent its request."""
 REQUEST_S = 5.0
 """Timeout for a client's request."""
 PAGE_S = 8.0
 """Timeout for making the page, also for clients that wait for the next one."""
 TAKE_S = 5.0
 """Timeout for a client to take its answer."""
-CLOSE_S = 5.0
 _RECEIVE_BYTES = 4096
 
 
@@ -62,123 +64,88 @@ class PageServer:
     def __init__(
         self, listener: socket.socket, read: Callable[[], bytes], log: Callable[[str], None]
     ) -> None:
-        self._listener = listener
         self._read = read
         self._log = log
-        self._silent: dict[asyncio.WriteTransport, None] = {}  # have not sent their request, by age
-        self._num_asking = 0
-        self._reading = asyncio.Lock()
-        self._next: asyncio.Task[_Answer] | None = None  # a page that is not begun yet
-        self._loop = asyncio.new_event_loop()
-        self._stopped = asyncio.Event()
-        self._thread = threading.Thread(target=self._run, name="charonia-metrics-page", daemon=True)
-        self._thread.start()
+        self._requests: WeakKeyDictionary[Channel, h11.Request] = WeakKeyDictionary()
+        self._maker = ThreadPoolExecutor(1, "charonia-metrics-page")
+        self._lock = threading.Lock()
+        self._next: Future[_Answer] | None = None  # a page that is not begun yet
+        # Nobody is told of clients that are silent or go away.
+        self._server = Server(listener, self._has_asked, self._serve, log=lambda line: None)
+        self._server.start()
 
     def close(self) -> None:
-        """Close all connections, and stop listening."""
-        with contextlib.suppress(RuntimeError):  # it is closed already
-            self._loop.call_soon_threadsafe(self._stopped.set)
-        self._thread.join(CLOSE_S)
-        self._listener.close()
+        """Answer those that wait for a page, close all connections, and stop listening."""
+        self._server.close()
+        self._maker.shutdown()
 
-    # ------------------------------------------------------------------ the thread
+    # ------------------------------------------------------------------ the threads of connections
 
-    def _run(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            runner.run(self._serve())
-
-    async def _serve(self) -> None:
-        server = await asyncio.start_server(self._host, sock=self._listener)
-        await self._stopped.wait()
-        server.close()  # the runner ends the remaining ones
-
-    async def _host(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one connection to its end."""
-        transport = writer.transport
+    def _has_asked(self, channel: Channel) -> bool:
+        """Receive a client's request; returns whether there is one."""
         try:
-            if self._make_room():
-                self._silent[transport] = None
-                await self._converse(reader, writer)
-        except (OSError, TimeoutError, h11.ProtocolError):
-            pass  # it has gone, or is too slow
-        finally:
-            self._silent.pop(transport, None)
-            transport.abort()
-
-    def _make_room(self) -> bool:
-        """Make room for one more connection; returns whether there is."""
-        if len(self._silent) + self._num_asking < MAX_CONNECTIONS:
-            return True
-        if not self._silent:
-            return False
-        oldest = next(iter(self._silent))
-        del self._silent[oldest]
-        oldest.abort()
-        return True
-
-    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connection = h11.Connection(h11.SERVER)
-        try:
-            async with asyncio.timeout(REQUEST_S):
-                request = await _receive_request(connection, reader)
+            request = _receive_request(channel.socket)
         except h11.RemoteProtocolError as error:
             status = HTTPStatus(error.error_status_hint)
-            answer = _Answer(status, f"{error}\n".encode())
-            await _send(connection, writer, answer, is_head=False)
-            return
-        if request is None or writer.transport not in self._silent:
-            return  # it has gone, or had to make room
-        del self._silent[writer.transport]
-        self._num_asking += 1
-        try:
-            answer = await self._answer(request)
-            await _send(connection, writer, answer, is_head=request.method == b"HEAD")
-        finally:
-            self._num_asking -= 1
+            _send(channel.socket, _Answer(status, f"{error}\n".encode()), is_head=False)
+            return False
+        if request is None:
+            return False
+        self._requests[channel] = request
+        return True
 
-    async def _answer(self, request: h11.Request) -> _Answer:
+    def _serve(self, connection: Connection) -> None:
+        request = self._requests[connection.channel]
+        is_head = request.method == b"HEAD"
+        _send(connection.channel.socket, self._answer(request), is_head=is_head)
+
+    def _answer(self, request: h11.Request) -> _Answer:
         path = request.target.partition(b"?")[0]
         if path != PATH or request.method not in (b"GET", b"HEAD"):
             return _NOT_FOUND
-        if self._next is None:
-            self._next = asyncio.create_task(self._make_page())
         try:
-            async with asyncio.timeout(PAGE_S):
-                return await asyncio.shield(self._next)  # others may still want it
+            return self._next_page().result(PAGE_S)
         except TimeoutError:
             return _TOO_SLOW
 
-    async def _make_page(self) -> _Answer:
-        """Make a page, once no other is being made."""
-        async with self._reading:
+    def _next_page(self) -> Future[_Answer]:
+        with self._lock:
+            if self._next is None:
+                self._next = self._maker.submit(self._make_page)
+            return self._next
+
+    # ------------------------------------------------------------------ the thread that makes pages
+
+    def _make_page(self) -> _Answer:
+        with self._lock:
             self._next = None  # later requests want a later page
-            try:
-                page = await asyncio.to_thread(self._read)
-            except NoPageError as error:
-                return _Answer(HTTPStatus.SERVICE_UNAVAILABLE, f"{error}\n".encode())
-            except Exception:
-                self._log(f"error: the page of metrics could not be made: {traceback.format_exc()}")
-                return _Answer(HTTPStatus.SERVICE_UNAVAILABLE, b"the page could not be made\n")
-            return _Answer(HTTPStatus.OK, page, CONTENT_TYPE_PLAIN_0_0_4)
+        try:
+            return _Answer(HTTPStatus.OK, self._read(), CONTENT_TYPE_PLAIN_0_0_4)
+        except NoPageError as error:
+            return _Answer(HTTPStatus.SERVICE_UNAVAILABLE, f"{error}\n".encode())
+        except Exception:
+            self._log(f"error: the page of metrics could not be made: {traceback.format_exc()}")
+            return _Answer(HTTPStatus.SERVICE_UNAVAILABLE, b"the page could not be made\n")
 
 
-async def _receive_request(
-    connection: h11.Connection, reader: asyncio.StreamReader
-) -> h11.Request | None:
+def _receive_request(connection: socket.socket) -> h11.Request | None:
     """Receive a client's request; None if it has gone.
 
     Raises:
-        h11.RemoteProtocolError: it is not HTTP.
+        h11.RemoteProtocolError: it is not HTTP. OSError: it has gone, or is too slow.
     """
-    while (event := connection.next_event()) is h11.NEED_DATA:
-        connection.receive_data(await reader.read(_RECEIVE_BYTES))
+    http = h11.Connection(h11.SERVER)
+    deadline = time.monotonic() + REQUEST_S
+    while (event := http.next_event()) is h11.NEED_DATA:
+        if (left := deadline - time.monotonic()) <= 0:
+            raise TimeoutError
+        connection.settimeout(left)
+        http.receive_data(connection.recv(_RECEIVE_BYTES))
     return event if isinstance(event, h11.Request) else None
 
 
-async def _send(
-    connection: h11.Connection, writer: asyncio.StreamWriter, answer: _Answer, *, is_head: bool
-) -> None:
-    """Send an answer, and wait until it is taken."""
+def _send(connection: socket.socket, answer: _Answer, *, is_head: bool) -> None:
+    """Send an answer, and wait until it is taken. Raises OSError: it is not."""
     headers = [
         ("Content-Type", answer.content_type),
         ("Content-Length", str(len(answer.body))),
@@ -186,10 +153,6 @@ async def _send(
     ]
     status = answer.status
     head = h11.Response(status_code=status, headers=headers, reason=status.phrase.encode())
-    writer.write(connection.send(head) or b"")
-    if not is_head:
-        writer.write(answer.body)
-    async with asyncio.timeout(TAKE_S):
-        await writer.drain()
-        writer.close()
-        await writer.wait_closed()
+    connection.settimeout(TAKE_S)
+    encoded = h11.Connection(h11.SERVER).send(head) or b""
+    connection.sendall(encoded if is_head else encoded + answer.body)

@@ -1,14 +1,9 @@
 """The socket through which the metrics page asks the scheduler for metrics.
 
-The scheduler updates Triton's page, and returns the metrics that are not on it.
-
 Owns the messages, and both ends. Must not know what the numbers mean.
 
-    page of `charonia serve` ── a question ──────► scheduler    updates Triton's page
-                             ◄─ SchedulerMetrics ─              the metrics that are not on it
-                             ── GET /metrics ────► tritonserver
-
-The page is read after the answer, so it has everything counted before the question.
+The scheduler updates Triton's page, and answers with the metrics that are not on it. Triton's page
+is read after the answer, so it has everything counted before the question.
 """
 
 import contextlib
@@ -62,16 +57,14 @@ class SchedulerMetrics(msgspec.Struct, frozen=True):
     infos: dict[str, dict[str, str]] = {}
 
 
-_decoder = msgspec.msgpack.Decoder(SchedulerMetrics)
+decode_metrics = msgspec.msgpack.Decoder(SchedulerMetrics).decode
+"""Decodes an answer. Raises ValueError, RecursionError: it is not one of a scheduler."""
 
 
-def decode_metrics(data: bytes) -> SchedulerMetrics:
-    """Decode an answer. Raises ValueError, RecursionError: it is not one of a scheduler."""
-    return _decoder.decode(data)
-
-
-class MetricsServer:
-    """The scheduler's end.
+def serve_metrics(
+    path: Path, read: Callable[[], SchedulerMetrics], *, log: Callable[[str], None]
+) -> Server:
+    """Answer questions at a socket, until the server that this returns is closed.
 
     Args:
         path: where the socket is made; an old one is replaced.
@@ -82,24 +75,15 @@ class MetricsServer:
         OSError: the socket cannot be made.
     """
 
-    def __init__(
-        self, path: Path, read: Callable[[], SchedulerMetrics], *, log: Callable[[str], None]
-    ) -> None:
-        self._read = read
-        self._server = Server(
-            listen(path), is_same_user, self._serve, log=log, max_bytes=MAX_ANSWER_BYTES
-        )
-        self._server.start()
+    def answer() -> bytes:
+        return msgspec.msgpack.encode(read())
 
-    def close(self) -> None:
-        """Stop listening."""
-        self._server.close()
+    def serve(connection: Connection) -> None:
+        answer_each(connection, lambda message: answer if message == _QUESTION else None)
 
-    def _serve(self, connection: Connection) -> None:
-        answer_each(connection, lambda message: self._answer if message == _QUESTION else None)
-
-    def _answer(self) -> bytes:
-        return msgspec.msgpack.encode(self._read())
+    server = Server(listen(path), is_same_user, serve, log=log, max_bytes=MAX_ANSWER_BYTES)
+    server.start()
+    return server
 
 
 def ask_schedulers(paths: Sequence[Path], timeout: float) -> list[SchedulerMetrics | None]:

@@ -10,7 +10,10 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import httpx
 from prometheus_client.parser import text_string_to_metric_families
+
+_TIMEOUT_S = 5.0
 
 Labels = frozenset[tuple[str, str]]
 
@@ -48,10 +51,7 @@ class Snapshot:
 
     def total(self, name: str, **labels: str) -> float | None:
         """Sum the series with these labels; None if there is none."""
-        found = [
-            value for own, value in self.series.get(name, {}).items() if labels.items() <= set(own)
-        ]
-        return sum(found) if found else None
+        return _total(self.series.get(name, {}), labels)
 
     def least(self, name: str) -> float | None:
         """The smallest value of a gauge; None if there is none."""
@@ -79,8 +79,7 @@ class Span:
 
     def rise(self, name: str, **labels: str) -> float | None:
         """How much counters with these labels rose; None if there is none."""
-        found = [value for own, value in self._rises(name).items() if labels.items() <= set(own)]
-        return sum(found) if found else None
+        return _total(self._rises(name), labels)
 
     def rate(self, name: str, **labels: str) -> float | None:
         """The same per second."""
@@ -131,6 +130,28 @@ class Span:
             for own, value in self.after.series.get(name, {}).items()
             if dict(own).get("model") in models
         }
+
+
+def read_metrics(url: str) -> dict[str, float] | None:
+    """Return the totals of a server's page by name; None if it cannot be reached.
+
+    Args:
+        url: of the page.
+    """
+    try:
+        page = httpx.get(url, timeout=_TIMEOUT_S).text
+    except httpx.HTTPError:
+        return None
+    try:
+        series = Snapshot.of(page, 0.0).series
+    except NoMetricsError:
+        return {}
+    return {name: sum(values.values()) for name, values in series.items()}
+
+
+def _total(series: Mapping[Labels, float], labels: Mapping[str, str]) -> float | None:
+    found = [value for own, value in series.items() if labels.items() <= set(own)]
+    return sum(found) if found else None
 
 
 def _by(series: Mapping[Labels, float], label: str) -> dict[str, float]:

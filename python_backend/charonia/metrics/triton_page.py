@@ -19,13 +19,13 @@ Because nothing is freed, the counters and histograms of one scheduler continue 
 import ctypes
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from charonia.metrics.metric_table import BY_NAME, METRICS, VLLM_METRICS, Metric, labels_of
+from charonia.metrics.metric_table import BY_NAME, VLLM_METRICS, labels_of
 from charonia.metrics.metrics import Metrics, Series
-from charonia.metrics.other_names import Gauge, gauges_of_triton, gauges_of_vllm, infos_of_vllm
-from charonia.metrics.page_socket import HistogramState
+from charonia.metrics.other_names import gauges_of_others, infos_of_vllm, shown_again
+from charonia.metrics.page_socket import HistogramState, SchedulerMetrics
 
 INTERVAL_S = 0.5
 
@@ -54,14 +54,13 @@ class MetricsExporter:
         self._metrics = metrics
         self._block_size = block_size
         self._log = log
-        self._families = Families(pb_utils, labels)
-        shown = (*METRICS, *VLLM_METRICS) if with_vllm_names else METRICS
-        self._has_vllm_names = with_vllm_names
-        self._copied_counters = [m for m in shown if m.kind == "counter" and m.shows]
-        self._copied_gauges = [m for m in shown if m.kind == "gauge" and m.shows]
-        histograms = [metric for metric in shown if metric.kind == "histogram"]
-        self._request_histograms = [m for m in histograms if m.place == "triton"]
-        self._step_histograms = [m for m in histograms if m.place == "page"]
+        self._series = TritonSeries(pb_utils, labels)
+        self._hidden = {} if with_vllm_names else VLLM_METRICS
+        self._histograms = {
+            name: metric
+            for name, metric in BY_NAME.items()
+            if metric.kind == "histogram" and name not in self._hidden
+        }
         self._lock = threading.Lock()  # one thread at a time at Triton, and none after the end
         self._is_open = False
         self._stop = threading.Event()
@@ -79,7 +78,7 @@ class MetricsExporter:
         self.update()
         with self._lock:
             self._is_open = False
-            self._families.set_to_zero()
+            self._series.set_to_zero()
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -94,55 +93,39 @@ class MetricsExporter:
             except Exception:
                 self._log(f"error: metrics could not be exported: {traceback.format_exc()}")
 
-    def step_histograms(self) -> dict[str, HistogramState]:
-        """Return the histograms per token or step, which are not on Triton's page, by name."""
-        found = {}
-        for metric in self._step_histograms:
-            histogram = self._metrics.histograms[metric.source]
-            state = HistogramState(metric.buckets, histogram.cumulative(), histogram.sum)
-            found[metric.name] = state
-        return found
-
-    def infos(self) -> dict[str, dict[str, str]]:
-        """Return the labels of metrics that say something by their labels, by name."""
-        if not self._has_vllm_names:
-            return {}
-        return infos_of_vllm(dict(self._metrics.gauges), self._block_size())
+    def read(self) -> SchedulerMetrics:
+        """Update Triton's page, and return what is not on it."""
+        self.update()
+        histograms = {}
+        for name, metric in self._histograms.items():
+            if metric.place == "page":
+                own = self._metrics.histograms[metric.shows or name]
+                histograms[name] = HistogramState(metric.buckets, own.cumulative(), own.sum)
+        infos = infos_of_vllm(self._metrics.gauges, self._block_size())
+        return SchedulerMetrics(histograms, {} if self._hidden else infos)
 
     def _run(self) -> None:
         while not self._stop.wait(INTERVAL_S):
             self.update()
 
     def _export(self) -> None:
-        metrics, families = self._metrics, self._families
-        gauges = dict(metrics.gauges)  # before the counters: an idle scheduler has counted all
-        counters = list(metrics.counters.items())
-        for (name, label), value in counters:
-            families.count_up_to(BY_NAME[name], value, label)
-        for metric in self._copied_counters:
-            of_labels = {label: value for (name, label), value in counters if name == metric.source}
-            if metric.label:
-                for label in metric.values:
-                    families.count_up_to(metric, of_labels.get(label, 0.0), label)
-            else:
-                families.count_up_to(metric, sum(of_labels.values()))
-        for (name, label), value in gauges.items():
-            families.set(BY_NAME[name], value, label)
-        for metric in self._copied_gauges:
-            families.set(metric, gauges.get((metric.source, ""), 0.0))
-        for metric, label, value in self._gauges_of_others(gauges):
-            families.set(metric, value, label)
-        observations = metrics.drain()
-        for metric in self._request_histograms:
-            families.observe(metric, observations.get(metric.source, ()))
-
-    def _gauges_of_others(self, gauges: Mapping[Series, float]) -> Iterator[Gauge]:
-        yield from gauges_of_triton(gauges, self._block_size())
-        if self._has_vllm_names:
-            yield from gauges_of_vllm(gauges)
+        gauges = dict(self._metrics.gauges)  # before the counters: if idle, it has counted all
+        counters = dict(self._metrics.counters)
+        gauges |= shown_again("gauge", gauges) | gauges_of_others(gauges, self._block_size())
+        counters |= shown_again("counter", counters)
+        for series, total in counters.items():
+            if series[0] not in self._hidden:
+                self._series.count_up_to(series, total)
+        for series, value in gauges.items():
+            if series[0] not in self._hidden:
+                self._series.set(series, value)
+        observations = self._metrics.drain()
+        for name, metric in self._histograms.items():
+            if metric.place == "triton":
+                self._series.observe(name, observations.get(metric.shows or name, ()))
 
 
-class Families:
+class TritonSeries:
     """Triton's metric families and series. They are made on first use and kept for ever.
 
     Args:
@@ -151,57 +134,49 @@ class Families:
 
     def __init__(self, pb_utils: Any, labels: Mapping[str, str]) -> None:
         self._family_class = pb_utils.MetricFamily
-        self._labels = dict(labels)
+        self._labels = labels
         self._families: dict[str, Any] = {}
-        self._series: dict[tuple[str, str], Any] = {}
-        self._gauges: list[Any] = []
-        self._values: dict[tuple[str, str], float] = {}
+        self._series: dict[Series, Any] = {}
+        self._totals: dict[Series, float] = {}
 
-    def count_up_to(self, metric: Metric, total: float, label: str = "") -> None:
+    def count_up_to(self, series: Series, total: float) -> None:
         """Raise a counter to `total`, which never falls."""
-        series = self._find(metric, label)
-        key = (metric.name, label)
-        delta = total - self._values.get(key, 0.0)
+        found = self._find(series)
+        delta = total - self._totals.get(series, 0.0)
         if delta > 0:
-            series.increment(delta)
-            self._values[key] = total
+            found.increment(delta)
+            self._totals[series] = total
 
-    def set(self, metric: Metric, value: float, label: str = "") -> None:
+    def set(self, series: Series, value: float) -> None:
         """Set a gauge, changed or not: an old scheduler that ends may have set it to 0."""
-        self._find(metric, label).set(value)
+        self._find(series).set(value)
 
-    def observe(self, metric: Metric, values: Iterable[float]) -> None:
+    def observe(self, name: str, values: Iterable[float]) -> None:
         """Add values to a histogram."""
-        series = self._find(metric, "")
+        found = self._find((name, ""))
         for value in values:
-            series.observe(value)
+            found.observe(value)
 
     def set_to_zero(self) -> None:
         """Set every gauge to 0."""
-        for series in self._gauges:
-            series.set(0.0)
+        for (name, _), found in self._series.items():
+            if BY_NAME[name].kind == "gauge":
+                found.set(0.0)
 
-    def _find(self, metric: Metric, label: str) -> Any:
-        key = (metric.name, label)
-        if key not in self._series:
-            labels = labels_of(metric, self._labels) | ({metric.label: label} if label else {})
-            options = {"buckets": list(metric.buckets)} if metric.buckets else {}
-            series = _immortal(self._family(metric).Metric(labels=labels, **options))
-            self._series[key] = series
-            if metric.kind == "gauge":
-                self._gauges.append(series)
-        return self._series[key]
-
-    def _family(self, metric: Metric) -> Any:
-        if metric.name not in self._families:
-            self._families[metric.name] = _immortal(
-                self._family_class(
-                    name=metric.name,
-                    description=metric.help,
-                    kind=getattr(self._family_class, metric.kind.upper()),
+    def _find(self, series: Series) -> Any:
+        if series not in self._series:
+            name, label = series
+            metric = BY_NAME[name]
+            if name not in self._families:
+                kind = getattr(self._family_class, metric.kind.upper())
+                self._families[name] = _immortal(
+                    self._family_class(name=name, description=metric.help, kind=kind)
                 )
-            )
-        return self._families[metric.name]
+            labels = labels_of(name, self._labels) | ({metric.label: label} if label else {})
+            options = {"buckets": list(metric.buckets)} if metric.buckets else {}
+            made = self._families[name].Metric(labels=labels, **options)
+            self._series[series] = _immortal(made)
+        return self._series[series]
 
 
 def _immortal(triton_object: Any) -> Any:

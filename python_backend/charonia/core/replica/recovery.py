@@ -22,7 +22,6 @@ from charonia.errors import (
     UnavailableError,
 )
 from charonia.events import error_event, event
-from charonia.metrics.metric_table import ENGINE_STATE
 from charonia.metrics.metrics import Metrics
 from charonia.protocol import EngineInfo
 
@@ -329,7 +328,7 @@ class Recovery:
 
     def _show_state(self) -> None:
         """Update the gauges in one operation: another thread copies them at any moment."""
-        name, present = ENGINE_STATE.name, self._state
+        name, present = "charonia_engine_state", self._state
         self._metrics.gauges.update(
             {(name, state.name.lower()): float(state is present) for state in State}
         )

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import httpx
 
 from charonia.errors import LaunchError
-from charonia.metrics.read_page import read_metrics
+from charonia.metrics.snapshot import read_metrics
 from charonia.supervision.server.probes import Health, Probe, Reply, probe_endpoint
 
 DEFAULT_METRICS_PORT = 8002

@@ -184,14 +184,14 @@ def _without_effect() -> Iterable[str]:
         yield f"| {why} | {', '.join(shown)} |"
 
 
-def _metrics(metrics: Iterable[Metric]) -> Iterable[str]:
+def _metrics(metrics: Mapping[str, Metric]) -> Iterable[str]:
     yield "| metric | kind | label | meaning |"
     yield "| --- | --- | --- | --- |"
-    for one in metrics:
+    for name, one in metrics.items():
         values = f": {', '.join(one.values)}" if one.values else ""
         label = f"`{one.label}`{values}" if one.label else ", ".join(f"`{i}`" for i in one.info)
         where = "" if one.place == "triton" else ", merged page"
-        yield f"| `{one.name}` | {one.kind}{where} | {label} | {one.help} |"
+        yield f"| `{name}` | {one.kind}{where} | {label} | {one.help} |"
 
 
 def main(arguments: list[str] | None = None) -> int:

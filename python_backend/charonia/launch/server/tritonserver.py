@@ -32,7 +32,7 @@ from charonia.launch.server.stacks import stack_limit
 from charonia.log_level import VARIABLE as LOG_LEVEL_VARIABLE
 from charonia.metrics.merged_page import MergedPage
 from charonia.metrics.page_server import PageServer
-from charonia.metrics.read_page import read_metrics
+from charonia.metrics.snapshot import read_metrics
 from charonia.serving.hosts.cores import VARIABLE
 from charonia.serving.hosts.model_process import STACKS_SIGNAL
 from charonia.supervision.models.handover import HANDOVER_SOCKET, step_down

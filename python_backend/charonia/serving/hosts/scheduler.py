@@ -23,7 +23,7 @@ from charonia.core.service import EngineService
 from charonia.embedding import PromptIndex, load_encoder
 from charonia.errors import ConfigError
 from charonia.events import Log
-from charonia.metrics.page_socket import METRICS_SOCKET, MetricsServer, SchedulerMetrics
+from charonia.metrics.page_socket import METRICS_SOCKET, serve_metrics
 from charonia.metrics.triton_page import MetricsExporter
 from charonia.serving.hosts.engine import MODEL_FILE
 from charonia.serving.messages.executor import BlsExecutor
@@ -221,8 +221,8 @@ class SchedulerHost:
             log=log,
         )
         with _needing_a_socket(METRICS_SOCKET):
-            self._metrics_server = MetricsServer(
-                own_dir / METRICS_SOCKET, self._read_metrics, log=log
+            self._metrics_server = serve_metrics(
+                own_dir / METRICS_SOCKET, self._exporter.read, log=log
             )
         self._start_lock = threading.Lock()
         self._is_started = False
@@ -290,10 +290,6 @@ class SchedulerHost:
                 self._publisher.start()
             except ConfigError as error:  # an older scheduler still holds the endpoint
                 self._log(f"warning: {error}; nobody is told what the prefix cache holds")
-
-    def _read_metrics(self) -> SchedulerMetrics:
-        self._exporter.update()
-        return SchedulerMetrics(self._exporter.step_histograms(), self._exporter.infos())
 
 
 def _prompt_index(args: SchedulerArgs) -> PromptIndex | None:
