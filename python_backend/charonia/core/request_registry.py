@@ -149,11 +149,7 @@ class RequestRegistry:
         """Add a request, held until `open`. Its timeouts count from its arrival."""
         live = LiveRequest.of(request, arrived_at)
         self._live[live.key] = self.held[live.key] = live
-        if request.timeout_s is not None:
-            expires_at = arrived_at + request.timeout_s
-            self._deadlines.add(live.key, expires_at, is_until_start=True)
-        if request.params.deadline_ms is not None:
-            self._deadlines.add(live.key, arrived_at + request.params.deadline_ms / 1000)
+        self._deadlines.add(request, arrived_at)
 
     def open(self, live: LiveRequest, samples: Sequence[Request]) -> None:
         """Begin the output of a held request, which is placed now."""

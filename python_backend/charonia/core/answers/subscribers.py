@@ -47,13 +47,8 @@ class Subscribers:
 
     def add(self, subscriber: Subscriber) -> None:
         """Add a subscriber. Its timeouts count from its arrival."""
-        request, arrived_at = subscriber.request, subscriber.arrived_at
-        self._by_key[request.key] = subscriber
-        if request.timeout_s is not None:
-            expires_at = arrived_at + request.timeout_s
-            self._deadlines.add(request.key, expires_at, is_until_start=True)
-        if request.params.deadline_ms is not None:
-            self._deadlines.add(request.key, arrived_at + request.params.deadline_ms / 1000)
+        self._by_key[subscriber.key] = subscriber
+        self._deadlines.add(subscriber.request, subscriber.arrived_at)
 
     def take_due(self, now: float) -> list[tuple[str, bool]]:
         """Keys whose timeouts are over, and whether it was the timeout until the first step."""
