@@ -71,7 +71,7 @@ class ProxyHost:
         readiness = Readiness(pb_utils, scheduler_model)
         readiness.has_server_started = True  # there are requests only then
         self._server = ServerWatch(
-            readiness.check_server,
+            readiness,
             has_requests=lambda: bool(self._open),
             on_stopping=self._tell_stopping,
             log=log,

@@ -125,6 +125,14 @@ class Member:
         self._open_calls.close()
 
 
+@dataclass
+class _Watched:
+    """The processes that a model should have, and the number of them that it needs."""
+
+    members: list[Member]
+    num_needed: int
+
+
 class Watchdog:
     """Watches the processes of one running server, once all its models are loaded.
 
@@ -136,52 +144,54 @@ class Watchdog:
     def __init__(self, server: RunningServer, leave: Collection[str], stopped_s: float) -> None:
         self._server = server
         self._stopped_s = stopped_s
-        self._members: dict[str, list[Member]] = {}
-        self._num_needed: dict[str, int] = {}
+        self._models: dict[str, _Watched] = {}
         self._dismissed: dict[Member, float] = {}  # and when
         self._stops = Stops()
         found = server.stubs()
         for file in server.repository.glob("*/1/model.py"):
             if (model := file.parents[1].name) not in leave:
-                self._members[model] = [Member(process) for process in found.get(model, [])]
-                self._num_needed[model] = len(self._members[model])
+                members = [Member(process) for process in found.get(model, [])]
+                self._models[model] = _Watched(members, len(members))
 
     def members(self, model: str) -> list[Member]:
         """The processes that a model should have."""
-        return list(self._members.get(model, ()))
+        return list(self._models[model].members) if model in self._models else []
 
     def adopt(self, model: str, now: float) -> None:
         """Take over a model that somebody else has reloaded: its current processes are its members.
 
         Some of them may be ending, so the number that it needs is not changed.
         """
-        self._replace_members(model, self._running(model), now)
+        self._models[model].members = self._exchange(model, self._running(model), now)
 
     def take(self, model: str, processes: Collection[psutil.Process], now: float) -> None:
         """Set the members of a model that was just loaded, and their number as the one it needs.
 
         A model without any is not watched any more.
         """
-        self._replace_members(model, processes, now)
-        self._num_needed[model] = len(processes)
-        if not processes:
-            del self._members[model]
+        members = self._exchange(model, processes, now)
+        if members:
+            self._models[model] = _Watched(members, len(members))
+        else:
+            self._models.pop(model, None)
 
     def close(self) -> None:
         """Release all members."""
-        for members in (*self._members.values(), self._dismissed):
-            for member in members:
+        for watched in self._models.values():
+            for member in watched.members:
                 member.close()
+        for member in self._dismissed:
+            member.close()
 
     def look(self, now: float) -> list[Loss]:
         """All current losses, tritonserver's first."""
         losses = []
         if self._server.pid is not None and self._is_stopped_for_long(self._server.pid, now):
             losses.append(Loss(TRITONSERVER, self._server.pid, "stopped"))
-        for model, members in self._members.items():
-            if not members:  # it ended before the first check
+        for model, watched in self._models.items():
+            if not watched.members:  # it ended before the first check
                 losses.append(Loss(model, None, "died"))
-            for member in members:
+            for member in watched.members:
                 process = member.process
                 if not _lives(process):
                     losses.append(Loss(model, process.pid, "died"))
@@ -191,7 +201,7 @@ class Watchdog:
 
     def has_successors(self, model: str) -> bool:
         """Whether enough other processes run, because somebody has reloaded the model."""
-        return len(self._running(model)) >= max(self._num_needed[model], 1)
+        return len(self._running(model)) >= max(self._models[model].num_needed, 1)
 
     def lingering(self, now: float, drain_s: float) -> list[psutil.Process]:
         """Live processes that were replaced more than `drain_s` ago and have no open call."""
@@ -209,15 +219,19 @@ class Watchdog:
             if process not in dismissed and _lives(process) and not is_stopped(process.pid)
         ]
 
-    def _replace_members(self, model: str, processes: Iterable[psutil.Process], now: float) -> None:
+    def _exchange(
+        self, model: str, processes: Iterable[psutil.Process], now: float
+    ) -> list[Member]:
+        """Make the members for these processes of a model, and dismiss its other ones."""
         before = {member.process: member for member in self.members(model)}
-        self._members[model] = [
+        members = [
             before.pop(process) if process in before else Member(process) for process in processes
         ]
         for member in [one for one in self._dismissed if not _lives(one.process)]:
             del self._dismissed[member]
             member.close()
         self._dismissed |= dict.fromkeys(before.values(), now)
+        return members
 
     def _is_stopped_for_long(self, pid: int, now: float) -> bool:
         return self._stops.seconds(pid, now) > self._stopped_s

@@ -31,6 +31,7 @@ from charonia.events import error_event, event, warning_event
 from charonia.supervision.server.background import in_background
 from charonia.supervision.server.judge import Loss, SupervisionLimits, Watchdog
 from charonia.supervision.server.model_control import ModelControl
+from charonia.supervision.server.protocols import RunningServer
 
 _RUNNING = ("charonia_requests_running", "charonia_requests_waiting")
 
@@ -41,18 +42,13 @@ class OrphanedCalls:
     They end only with the server (`supervision/open_calls.py`).
 
     Args:
-        metrics: returns charonia's metrics by name, or None if they cannot be read.
+        server: has the metrics that tell whether requests run.
         timeout_s: after this time the server is restarted even while other requests run.
         log: gets one line per model.
     """
 
-    def __init__(
-        self,
-        metrics: Callable[[], dict[str, float] | None],
-        timeout_s: float,
-        log: Callable[[str], None],
-    ) -> None:
-        self._metrics = metrics
+    def __init__(self, server: RunningServer, timeout_s: float, log: Callable[[str], None]) -> None:
+        self._server = server
         self._timeout_s = timeout_s
         self._log = log
         self._since: dict[str, float] = {}
@@ -79,7 +75,7 @@ class OrphanedCalls:
         return None
 
     def _is_idle(self) -> bool:
-        found = self._metrics() or {}
+        found = self._server.metrics() or {}
         return all(found.get(name) == 0 for name in _RUNNING)
 
 

@@ -205,7 +205,7 @@ class Watch:
         self._is_over = threading.Event()
         control = ModelControl(server, self._is_over)
         self._watchdog = Watchdog(server, leave=(engine,), stopped_s=limits.stopped_s)
-        self._orphaned = OrphanedCalls(server.metrics, limits.orphaned_calls_s, log)
+        self._orphaned = OrphanedCalls(server, limits.orphaned_calls_s, log)
         self._repairs = Repairs(
             control,
             self._watchdog,
