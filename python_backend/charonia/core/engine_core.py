@@ -108,7 +108,7 @@ class EngineCore:
             scheduler_args,
             Schedulers(
                 scheduler_args,
-                weight_of=tenants.weight_of,
+                tenants,
                 cache_events=kv_events,
                 journal=journal,
                 hash_secret=hash_secret,
