@@ -224,17 +224,14 @@ class RequestRegistry:
             return
         # Counted at the end, so that requests that timed out in the queue are counted, too.
         left_queue_at = now if live.started_at is None else live.started_at
-        self._metrics.count_end(
-            reason,
-            queue_s=left_queue_at - live.arrived_at,
-            total_s=now - live.arrived_at,
-            num_prompt=live.num_prompt,
-            num_tokens=num_tokens,
-        )
         self._attainment.note_end(
             RequestEnd(
                 tenant=live.tenant,
                 reason=reason,
+                queue_s=left_queue_at - live.arrived_at,
+                total_s=now - live.arrived_at,
+                num_prompt=live.num_prompt,
+                num_tokens=num_tokens,
                 first_token_s=None if streams is None else streams.first_token_s,
                 inter_token_s=None if streams is None else streams.inter_token_s,
                 has_deadline=live.has_deadline,

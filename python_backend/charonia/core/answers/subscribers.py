@@ -82,17 +82,14 @@ class Subscribers:
 
     def _count_end(self, subscriber: Subscriber, reason: str, now: float) -> None:
         request = subscriber.request
-        self._metrics.count_end(
-            reason,
-            queue_s=subscriber.queue_s(now),
-            total_s=now - subscriber.arrived_at,
-            num_prompt=len(request.prompt_ids),
-            num_tokens=sum(subscriber.num_tokens),
-        )
         self._attainment.note_end(
             RequestEnd(
                 tenant=request.params.tenant,
                 reason=reason,
+                queue_s=subscriber.queue_s(now),
+                total_s=now - subscriber.arrived_at,
+                num_prompt=len(request.prompt_ids),
+                num_tokens=sum(subscriber.num_tokens),
                 first_token_s=subscriber.first_token_s,
                 inter_token_s=subscriber.inter_token_s,
                 has_deadline=request.params.deadline_ms is not None,
