@@ -13,7 +13,7 @@ and are judged when they are done.
 """
 
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -22,11 +22,14 @@ import psutil
 from charonia.supervision.open_calls import OpenCallsOf
 from charonia.supervision.process_table import Stops, is_stopped, process_state
 from charonia.supervision.server.background import in_background
+from charonia.supervision.server.model_control import ModelControl
 from charonia.supervision.server.probes import (
     EndpointResult,
     Finding,
     Health,
+    Probe,
     Reply,
+    examine,
     probe_endpoint,
 )
 from charonia.supervision.server.protocols import RunningServer
@@ -277,7 +280,6 @@ class SchedulerWatch:
     """Judges the scheduler and tritonserver, by probes in the background.
 
     Args:
-        examine: probes both once; called in another thread.
         scheduler, engine: names of the models.
 
     Attributes:
@@ -286,13 +288,15 @@ class SchedulerWatch:
 
     def __init__(
         self,
-        examine: Callable[[], Finding],
+        probe: Probe,
+        control: ModelControl,
         *,
         scheduler: str,
         engine: str,
         limits: SupervisionLimits,
     ) -> None:
-        self._examine = examine
+        self._probe = probe
+        self._control = control
         self._scheduler = scheduler
         self._engine = engine
         self._limits = limits
@@ -306,7 +310,11 @@ class SchedulerWatch:
         """Why the server must be restarted, or None. Starts the next probe when it is due."""
         if self._examined is None:
             if now - self._probed >= self._limits.probe_interval_s:
-                self._examined = in_background(self._examine)
+                self._examined = in_background(
+                    lambda: examine(
+                        self._probe, self._control, self._engine, self._limits.probe_timeout_s
+                    )
+                )
             return None
         if not self._examined.done():
             return None
