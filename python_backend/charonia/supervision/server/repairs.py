@@ -81,12 +81,18 @@ class OrphanedCalls:
 
 @dataclass
 class _Case:
-    """A loss under repair; `reloaded` gives the processes that replace the lost ones."""
+    """A loss under repair.
+
+    Attributes:
+        reloaded: gives the processes that replace the lost ones.
+        ask_again_at: if the model is not to be served, when to ask again; else None.
+    """
 
     loss: Loss
     since: float
     is_served: Future[bool]
     reloaded: Future[list[psutil.Process]] | None = None
+    ask_again_at: float | None = None
 
 
 class Repairs:
@@ -117,14 +123,12 @@ class Repairs:
         self._on_change = on_change
         self._log = log
         self._cases: dict[str, _Case] = {}
-        self._unserved: dict[str, float] = {}  # when that was found
         self._reloads: dict[str, list[float]] = {}  # when they began
 
     def is_seen_to(self, model: str, now: float) -> bool:
         """Whether a loss of this model needs no action now."""
-        unserved = self._unserved.get(model)
-        is_unserved = unserved is not None and now - unserved < self._limits.probe_interval_s
-        return model in self._cases or is_unserved
+        case = self._cases.get(model)
+        return case is not None and (case.ask_again_at is None or now < case.ask_again_at)
 
     def begin(self, loss: Loss, now: float) -> None:
         """Start the repair of a loss."""
@@ -150,12 +154,11 @@ class Repairs:
     def _go_on(self, case: _Case, now: float) -> str | None:
         """Decide on a repair, once it is known whether the model should be served."""
         loss = case.loss
-        if not case.is_served.done():
+        if case.ask_again_at is not None or not case.is_served.done():
             return None
         if not case.is_served.result():
             self._note_open_calls(loss.model, now)
-            self._unserved[loss.model] = now
-            del self._cases[loss.model]
+            case.ask_again_at = now + self._limits.probe_interval_s
             return None
         if loss.model == self._scheduler:
             self._log_loss(loss)
