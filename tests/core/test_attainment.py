@@ -66,8 +66,9 @@ def test_what_was_promised_is_met_or_missed(path, end, found):
     metrics = Metrics()
     attainment = Attainment(Tenants(path, log=print), metrics)
     end = {"tenant": "search", "reason": "length"} | end
-    attainment.note_end(RequestEnd(**end))
+    attainment.note_end(RequestEnd(queue_s=1.0, total_s=2.0, num_prompt=3, num_tokens=4, **end))
     assert counts(metrics) == found
+    assert metrics.counters["charonia_finished_total", end["reason"]] == 1
 
 
 def test_whom_the_server_refuses_has_missed_what_was_promised(path):

@@ -39,19 +39,18 @@ def make_recorder(tmp_path, lines):
     return make
 
 
-def test_a_request_is_one_line_and_its_chunks_pass(make_recorder, tmp_path):
-    recorder, seen = make_recorder(), []
+def test_a_request_is_one_line(make_recorder, tmp_path):
+    recorder = make_recorder()
     wanted = request(max_tokens=9, tenant="t", priority=2, deadline_ms=700)
-    followed = recorder.follow(wanted, seen.append, time.monotonic() - 2.0)
+    followed = recorder.follow(wanted, time.monotonic() - 2.0)
     followed.note_taken_in()
     chunks = [
         Chunk("a", "x", (1, 2)),
         Chunk("a", "y", (3,), finish_reason="stop", timing=dict(TIMING)),
     ]
     for chunk in chunks:
-        followed.take(chunk)
+        followed.note(chunk)
     recorder.close()
-    assert seen == chunks
     (line,) = read_requests(tmp_path / "record" / REQUESTS)
     assert (line.input_length, line.output_length, line.max_tokens) == (200, 3, 9)
     assert (line.tenant, line.priority, line.deadline_ms) == ("t", 2, 700)
@@ -63,7 +62,7 @@ def test_a_request_is_one_line_and_its_chunks_pass(make_recorder, tmp_path):
 def test_no_token_is_written(make_recorder, tmp_path):
     recorder = make_recorder()
     secret = 987654321
-    recorder.follow(request([secret] * 200), lambda chunk: None, time.monotonic()).take(
+    recorder.follow(request([secret] * 200), time.monotonic()).note(
         Chunk("a", "secret text", (secret,), finish_reason="stop")
     )
     recorder.close()
@@ -78,9 +77,7 @@ def test_ids_are_equal_where_prefixes_are(make_recorder, tmp_path):
     wanted = [request(prompt) for prompt in prompts] + [request(prompts[0], tenant="other")]
     wanted.append(request(prompts[0], cache_salt="salt"))
     for one in wanted:
-        recorder.follow(one, lambda chunk: None, time.monotonic()).take(
-            Chunk("a", finish_reason="stop")
-        )
+        recorder.follow(one, time.monotonic()).note(Chunk("a", finish_reason="stop"))
     recorder.close()
     ids = [line.hash_ids for line in read_requests(tmp_path / "record" / REQUESTS)]
     assert ids[0][0] == ids[1][0]
@@ -90,9 +87,9 @@ def test_ids_are_equal_where_prefixes_are(make_recorder, tmp_path):
 
 def test_refusals_and_errors(make_recorder, tmp_path):
     recorder = make_recorder()
-    refused = recorder.follow(request(), lambda chunk: None, time.monotonic())
+    refused = recorder.follow(request(), time.monotonic())
     refused.note_refused(QueueFullError.of("3"))
-    recorder.follow(request(), lambda chunk: None, time.monotonic()).take(
+    recorder.follow(request(), time.monotonic()).note(
         Chunk("a", error=RequestCancelledError("gone"))
     )
     recorder.close()
@@ -105,9 +102,9 @@ def test_a_request_with_a_cancelled_sample_ended_as_the_others_did(
     make_recorder, tmp_path, other, outcome
 ):
     recorder = make_recorder()
-    followed = recorder.follow(request(n=2), lambda chunk: None, time.monotonic())
-    followed.take(Chunk("a", "x", (1,), finish_reason=other, index=1, num_open=1))
-    followed.take(Chunk("a", "y", (2, 3), finish_reason="cancelled"))
+    followed = recorder.follow(request(n=2), time.monotonic())
+    followed.note(Chunk("a", "x", (1,), finish_reason=other, index=1, num_open=1))
+    followed.note(Chunk("a", "y", (2, 3), finish_reason="cancelled"))
     recorder.close()
     (line,) = read_requests(tmp_path / "record" / REQUESTS)
     assert (line.outcome, line.output_length) == (outcome, 3)

@@ -2,7 +2,7 @@
 
 from charonia.core.admission import GenerationRequest
 from charonia.core.output.outputs import Chunk
-from charonia.core.request_log import RequestLog
+from charonia.core.request_log import FollowedRequest, RequestLog
 from charonia.errors import QueueFullError
 from charonia.events import Level, Log, parse_event
 from charonia.protocol import SamplingParams
@@ -13,12 +13,11 @@ REQUEST = GenerationRequest(
 
 
 class Bench:
-    """A log that can change its level, and what a client gets."""
+    """A log that can change its level."""
 
     def __init__(self, level: Level = "debug", max_prompt: int = 0) -> None:
         self.level = level
         self.lines: list[str] = []
-        self.chunks: list[Chunk] = []
         log = Log(self.lines.append, lambda: self.level)
         self.num_decoded = 0
         self.log = RequestLog(log, max_prompt=max_prompt, decode=self._decode)
@@ -27,15 +26,18 @@ class Bench:
         self.num_decoded += len(token_ids)
         return "".join(map(chr, token_ids))
 
+    def follow(self, request: GenerationRequest = REQUEST) -> FollowedRequest:
+        followed = self.log.follow(request, 0.0)
+        assert followed is not None
+        return followed
+
     def names(self) -> list[str]:
         return [line.split()[0] for line in self.lines]
 
 
 def test_nothing_is_made_where_nobody_wants_details() -> None:
     bench = Bench("info", max_prompt=5)
-    sink = bench.chunks.append
-    assert bench.log.follow(REQUEST, sink, 0.0) is sink
-    bench.log.note_started("k")
+    assert bench.log.follow(REQUEST, 0.0) is None
     bench.log.note_refused(QueueFullError("full"), REQUEST.log_fields)
     assert (bench.lines, bench.num_decoded) == ([], 0)
 
@@ -43,25 +45,21 @@ def test_nothing_is_made_where_nobody_wants_details() -> None:
 def test_probes_are_not_followed() -> None:
     bench = Bench()
     probe = GenerationRequest(key="p", prompt_ids=[1], is_probe=True)
-    sink = bench.chunks.append
-    assert bench.log.follow(probe, sink, 0.0) is sink
+    assert bench.log.follow(probe, 0.0) is None
     assert bench.lines == []
 
 
 def test_each_line_has_the_names_of_the_request() -> None:
     bench = Bench()
-    take = bench.log.follow(REQUEST, bench.chunks.append, 0.0)
-    bench.log.note_started("k")
-    bench.log.note_started("k")  # another sample
-    chunks = [
+    followed = bench.follow()
+    followed.note_started()
+    followed.note_started()  # another sample
+    for chunk in (
         Chunk("k", "a", (1, 2), num_open=1),
         Chunk("k", "b", (3,), finish_reason="stop", num_open=1),
         Chunk("k", "c", (4,), finish_reason="length", index=1, num_prompt_tokens=26),
-    ]
-    for chunk in chunks:
-        take(chunk)
-    bench.log.note_started("k")  # it is over
-    assert bench.chunks == chunks
+    ):
+        followed.note(chunk)
     assert bench.names() == [
         "request_received",
         "request_started",
@@ -75,8 +73,7 @@ def test_each_line_has_the_names_of_the_request() -> None:
 
 def test_a_request_that_fails_says_why() -> None:
     bench = Bench()
-    take = bench.log.follow(REQUEST, bench.chunks.append, 0.0)
-    take(Chunk("k", error=QueueFullError("a b" * 500)))
+    bench.follow().note(Chunk("k", error=QueueFullError("a b" * 500)))
     found = parse_event(bench.lines[-1])
     assert found is not None
     assert (found[1]["outcome"], len(found[1]["reason"])) == ("queue_full", 500)
@@ -84,17 +81,16 @@ def test_a_request_that_fails_says_why() -> None:
 
 def test_a_level_that_changes_meanwhile_ends_the_lines() -> None:
     bench = Bench()
-    take = bench.log.follow(REQUEST, bench.chunks.append, 0.0)
+    followed = bench.follow()
     bench.level = "info"
-    take(Chunk("k", "a", (1,), finish_reason="stop"))
+    followed.note(Chunk("k", "a", (1,), finish_reason="stop"))
     assert bench.names() == ["request_received"]
-    assert len(bench.chunks) == 1
 
 
 def test_a_prompt_is_shown_only_where_it_is_asked_for_and_then_cut() -> None:
     silent, shown = Bench(), Bench(max_prompt=5)
     for bench in (silent, shown):
-        bench.log.follow(REQUEST, bench.chunks.append, 0.0)
+        bench.follow()
     assert "prompt=" not in silent.lines[0]
     assert silent.num_decoded == 0
     assert shown.lines[0].endswith(" prompt=ABCDE")
@@ -105,7 +101,7 @@ def test_what_a_request_asks_for_is_shown_where_it_is_unusual() -> None:
     bench = Bench()
     params = SamplingParams(max_tokens=9, n=2, priority=3, deadline_ms=50, tenant="t")
     request = GenerationRequest(key="k", prompt_ids=[1, 2], params=params)
-    bench.log.follow(request, bench.chunks.append, 0.0)
+    bench.follow(request)
     assert bench.lines == [
         "request_received level=debug key=k tenant=t prompt_tokens=2 max_tokens=9 samples=2"
         " priority=3 deadline_ms=50"

@@ -10,8 +10,10 @@ import pytest
 
 from charonia.config import EngineArgs, SchedulerArgs
 from charonia.core.admission import GenerationRequest
+from charonia.core.recording.recorder import REQUESTS
 from charonia.core.replica.opening import EngineOpening
 from charonia.core.replica.reload import Reload
+from charonia.core.request_log import RequestLog
 from charonia.core.service import EngineService
 from charonia.errors import (
     EngineUnloadedError,
@@ -23,7 +25,9 @@ from charonia.errors import (
     UnavailableError,
     error_of,
 )
+from charonia.events import Log
 from charonia.protocol import SamplingParams
+from charonia.traces import read_requests
 from core.bench import byte_tokenizer
 from support.echo import EchoExecutor, echo_run
 from support.waiting import WAIT_S, eventually
@@ -162,6 +166,39 @@ def test_a_key_that_is_live_is_refused_and_its_request_goes_on():
     executor.may_step.set()
     assert client.wait("a")[-1].finish_reason == "length"
     service.close()
+
+
+def test_log_and_record_follow_a_request_and_its_chunks_pass(tmp_path):
+    executor, lines = Gated(), []
+    service = EngineService(
+        executor,
+        EngineArgs(model="echo"),
+        SchedulerArgs(record_dir=str(tmp_path)),
+        byte_tokenizer(),
+        log=lambda line: None,
+        request_log=RequestLog(Log(lines.append, lambda: "debug")),
+    )
+    service.start()
+    wait_until_up(service)
+    client = Client(service)
+    client.submit("a")
+    with pytest.raises(InvalidRequestError):  # the log still follows the first one
+        Client(service).submit("a")
+    executor.may_step.set()
+    chunks = client.wait("a")
+    assert sum(len(chunk.token_ids) for chunk in chunks) == 10
+    service.close()
+    assert sorted(line.split()[0] for line in lines) == [
+        "request_ended",
+        "request_first_token",
+        "request_received",
+        "request_received",
+        "request_refused",
+        "request_started",
+    ]
+    first, second = read_requests(tmp_path / REQUESTS)
+    assert (first.outcome, first.output_length) == ("length", 10)
+    assert second.outcome == "invalid_request"
 
 
 def test_a_full_queue_is_refused_at_once():

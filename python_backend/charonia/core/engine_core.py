@@ -108,7 +108,7 @@ class EngineCore:
             scheduler_args,
             Schedulers(
                 scheduler_args,
-                weight_of=tenants.weight_of,
+                tenants,
                 cache_events=kv_events,
                 journal=journal,
                 hash_secret=hash_secret,
@@ -181,13 +181,15 @@ class EngineCore:
         """
         check(request, self._replica.engine_args, self._replica.recovery.known_info, self.limits)
 
-    def overdue(self, *, is_until_start: bool, has_started: bool) -> RequestTimeoutError:
-        """The error of a request that has timed out.
+    def overdue(self, *, is_until_start: bool, has_started: bool) -> RequestTimeoutError | None:
+        """The error of a request that has timed out; None if its timeout does not count any more.
 
         Args:
             is_until_start: whether its `timeout` is over; else its `deadline_ms`. has_started:
                 whether it has had a step.
         """
+        if is_until_start and has_started:
+            return None
         error = RequestTimeoutError.of(is_until_start=is_until_start)
         if is_until_start or has_started:
             return error
@@ -308,9 +310,9 @@ class EngineCore:
             if live is None:  # its other timeout has just ended it
                 continue
             has_started = live.started_at is not None
-            if is_until_start and has_started:
-                continue
-            self._end(live, self.overdue(is_until_start=is_until_start, has_started=has_started))
+            error = self.overdue(is_until_start=is_until_start, has_started=has_started)
+            if error is not None:
+                self._end(live, error)
 
     def _go_on_with_reload(self, reload: Reload) -> None:
         """Begin the reload as soon as it may begin; forget it once it is over."""

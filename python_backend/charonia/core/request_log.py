@@ -17,13 +17,12 @@ from charonia.core.output.outputs import Chunk
 from charonia.errors import CharoniaError
 from charonia.events import Log, debug_event
 
-Sink = Callable[[Chunk], None]
 MAX_REASON = 500
 """Limit for a reason in the log, in characters."""
 
 
 class RequestLog:
-    """Follows requests, for any thread.
+    """Writes the lines, for any thread. Keeps no request.
 
     Args:
         log: takes the lines.
@@ -41,19 +40,18 @@ class RequestLog:
         self._log = log
         self._max_prompt = max_prompt
         self._decode = decode
-        self._followed: dict[str, FollowedRequest] = {}
 
-    def follow(self, request: GenerationRequest, sink: Sink, arrived_at: float) -> Sink:
-        """Follow a request that is about to be admitted, if details are wanted.
+    def follow(self, request: GenerationRequest, arrived_at: float) -> "FollowedRequest | None":
+        """Follow a request that is about to be admitted.
 
         Args:
-            sink: takes its chunks. arrived_at: its arrival, by the monotonic clock.
+            arrived_at: its arrival, by the monotonic clock.
 
         Returns:
-            Takes its chunks instead.
+            Is told what becomes of it; None if no details are wanted.
         """
         if request.is_probe or not self._log.shows("debug"):
-            return sink
+            return None
         params = request.params
         self._log(
             debug_event(
@@ -67,15 +65,7 @@ class RequestLog:
                 prompt=self._prompt(request.prompt_ids),
             )
         )
-        followed = FollowedRequest(request, sink, arrived_at, self._log, self._forget)
-        self._followed[request.key] = followed
-        return followed.take
-
-    def note_started(self, key: str) -> None:
-        """Note that a request's first step begins; a request that is not followed is ignored."""
-        followed = self._followed.get(key)
-        if followed is not None:
-            followed.start()
+        return FollowedRequest(request, arrived_at, self._log)
 
     def note_refused(self, error: CharoniaError, fields: Mapping[str, str | None]) -> None:
         """Note that a request was refused.
@@ -83,7 +73,6 @@ class RequestLog:
         Args:
             fields: what is known of it, see `events.request_fields`.
         """
-        self._forget(fields["key"])
         if self._log.shows("debug"):
             self._log(
                 debug_event(
@@ -97,50 +86,36 @@ class RequestLog:
         # A token has a character at least, mostly.
         return self._decode(prompt_ids[: self._max_prompt])[: self._max_prompt]
 
-    def _forget(self, key: str | None) -> None:
-        if key is not None:
-            self._followed.pop(key, None)
-
 
 class FollowedRequest:
     """A request with lines about what becomes of it.
 
     Args:
-        log: takes the lines. on_end: called with its key after its last chunk.
+        arrived_at: its arrival, by the monotonic clock. log: takes the lines.
     """
 
     def __init__(
-        self,
-        request: GenerationRequest,
-        sink: Sink,
-        arrived_at: float,
-        log: Callable[[str], None],
-        on_end: Callable[[str], None],
+        self, request: GenerationRequest, arrived_at: float, log: Callable[[str], None]
     ) -> None:
-        self._key = request.key
         self._fields = request.log_fields
-        self._sink = sink
         self._arrived_at = arrived_at
         self._log = log
-        self._on_end = on_end
         self._has_started = False
         self._num_tokens = 0
 
-    def start(self) -> None:
+    def note_started(self) -> None:
         """Note that its first step begins; further samples are ignored."""
         if not self._has_started:
             self._has_started = True
             self._say("request_started", queue_seconds=self._age)
 
-    def take(self, chunk: Chunk) -> None:
-        """Take a chunk and pass it on."""
+    def note(self, chunk: Chunk) -> None:
+        """Note a chunk of it."""
         if chunk.token_ids and not self._num_tokens:
             self._say("request_first_token", seconds=self._age)
         self._num_tokens += len(chunk.token_ids)
         if chunk.is_final:
-            self._on_end(self._key)
             self._end(chunk)
-        self._sink(chunk)
 
     def _end(self, last: Chunk) -> None:
         timing = {k: v for k, v in (last.timing or {}).items() if not isinstance(v, list)}

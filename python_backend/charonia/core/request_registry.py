@@ -149,11 +149,7 @@ class RequestRegistry:
         """Add a request, held until `open`. Its timeouts count from its arrival."""
         live = LiveRequest.of(request, arrived_at)
         self._live[live.key] = self.held[live.key] = live
-        if request.timeout_s is not None:
-            expires_at = arrived_at + request.timeout_s
-            self._deadlines.add(live.key, expires_at, is_until_start=True)
-        if request.params.deadline_ms is not None:
-            self._deadlines.add(live.key, arrived_at + request.params.deadline_ms / 1000)
+        self._deadlines.add(request, arrived_at)
 
     def open(self, live: LiveRequest, samples: Sequence[Request]) -> None:
         """Begin the output of a held request, which is placed now."""
@@ -228,17 +224,14 @@ class RequestRegistry:
             return
         # Counted at the end, so that requests that timed out in the queue are counted, too.
         left_queue_at = now if live.started_at is None else live.started_at
-        self._metrics.count_end(
-            reason,
-            queue_s=left_queue_at - live.arrived_at,
-            total_s=now - live.arrived_at,
-            num_prompt=live.num_prompt,
-            num_tokens=num_tokens,
-        )
         self._attainment.note_end(
             RequestEnd(
                 tenant=live.tenant,
                 reason=reason,
+                queue_s=left_queue_at - live.arrived_at,
+                total_s=now - live.arrived_at,
+                num_prompt=live.num_prompt,
+                num_tokens=num_tokens,
                 first_token_s=None if streams is None else streams.first_token_s,
                 inter_token_s=None if streams is None else streams.inter_token_s,
                 has_deadline=live.has_deadline,

@@ -24,10 +24,10 @@ from charonia.core.gate.tenants import Tenants
 from charonia.core.output.outputs import Chunk, OutputStream
 from charonia.core.recording.journal import Journal
 from charonia.core.recording.kv_events import KVEvents
-from charonia.core.recording.recorder import Recorder, RecordingExecutor
+from charonia.core.recording.recorder import RecordedRequest, Recorder, RecordingExecutor
 from charonia.core.replica.reload import Reload
 from charonia.core.request_events import RequestEvents
-from charonia.core.request_log import RequestLog
+from charonia.core.request_log import FollowedRequest, RequestLog
 from charonia.errors import (
     CharoniaError,
     ConfigError,
@@ -69,6 +69,28 @@ class ServiceState:
     num_live: int
     last_step_at: float | None
     last_turn_at: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Accepted:
+    """An accepted request that has not ended.
+
+    Attributes:
+        sink: takes its chunks. followed: writes log lines about it; None without details.
+        recorded: writes its line of the record; None without a record.
+    """
+
+    sink: Sink
+    followed: FollowedRequest | None
+    recorded: RecordedRequest | None
+
+    def take(self, chunk: Chunk) -> None:
+        """Pass a chunk on."""
+        if self.followed is not None:
+            self.followed.note(chunk)
+        if self.recorded is not None:
+            self.recorded.note(chunk)
+        self.sink(chunk)
 
 
 class EngineService(RequestEvents):
@@ -140,7 +162,7 @@ class EngineService(RequestEvents):
         self._degradation = Degradation(scheduler_args, self._tenants, self._core.metrics, log=log)
         self._looked_at = 0.0
         self._log = log
-        self._sinks: dict[str, Sink] = {}  # of the accepted requests that have not ended
+        self._live: dict[str, _Accepted] = {}
         self._inbox: list[Callable[[], None]] = []
         self._reload: Reload | None = None  # the last one; it always gets a result
         self._is_closing = False
@@ -169,7 +191,7 @@ class EngineService(RequestEvents):
             is_up=core.is_up,
             down_reason=core.down_reason,
             serving_since=core.serving_since,
-            num_live=len(self._sinks),
+            num_live=len(self._live),
             last_step_at=core.last_step_at,
             last_turn_at=self._last_turn_at,
         )
@@ -199,24 +221,23 @@ class EngineService(RequestEvents):
                 at once; `sink` is not called.
         """
         arrived_at = time.monotonic() if arrived_at is None else arrived_at
-        followed = None
+        recorded = None
         if self._recorder is not None and request.prompt_ids and not request.is_probe:
-            followed = self._recorder.follow(request, sink, arrived_at)
-            sink = followed.take
+            recorded = self._recorder.follow(request, arrived_at)
         try:
             self._core.check(request)
             digest = self._answers.digest_of(request)
-            sink = self._request_log.follow(request, sink, arrived_at)
+            accepted = _Accepted(sink, self._request_log.follow(request, arrived_at), recorded)
             with self._wake:
-                self._accept(request, sink, arrived_at, digest)
-                if followed is not None:
-                    self._inbox.append(followed.note_taken_in)
+                self._accept(request, accepted, arrived_at, digest)
+                if recorded is not None:
+                    self._inbox.append(recorded.note_taken_in)
         except CharoniaError as error:
             if not request.is_probe:
                 self.count_rejection(error, request.params)
                 self._request_log.note_refused(error, request.log_fields)
-            if followed is not None:
-                followed.note_refused(error)
+            if recorded is not None:
+                recorded.note_refused(error)
             raise
 
     def check_tenant(self, params: SamplingParams, num_coming: int) -> None:
@@ -320,22 +341,26 @@ class EngineService(RequestEvents):
             self._journal.close()
 
     def _accept(
-        self, request: GenerationRequest, sink: Sink, arrived_at: float, digest: bytes | None
+        self,
+        request: GenerationRequest,
+        accepted: _Accepted,
+        arrived_at: float,
+        digest: bytes | None,
     ) -> None:
         """Put a request into the inbox; the caller holds the lock."""
         # Requests that arrived before the drain began are still accepted.
         is_too_late = arrived_at >= self._drained_at and not request.is_probe
         if self._is_closing or is_too_late:
             raise ShuttingDownError
-        if request.key in self._sinks:
+        if request.key in self._live:
             raise InvalidRequestError("there is a live request with this key")
         if not request.is_probe:
             self._degradation.check(request.params)
         self._gate.follow(self._core.engine_args)
-        num_queued = len(self._sinks) - self._core.limits.max_num_seqs
+        num_queued = len(self._live) - self._core.limits.max_num_seqs
         leaver = self._gate.enter(request, arrived_at, num_queued=num_queued)
         request = self._degradation.capped(request)
-        self._sinks[request.key] = sink
+        self._live[request.key] = accepted
         if leaver is not None:
             self._inbox.append(partial(self._give_way, *leaver))
         self._inbox.append(partial(self._answers.add, request, arrived_at, digest))
@@ -355,16 +380,18 @@ class EngineService(RequestEvents):
 
     def on_chunk(self, chunk: Chunk) -> None:
         """See `RequestEvents`."""
-        sink = self._sinks[chunk.key]
+        accepted = self._live[chunk.key]
         if chunk.is_final:
             self._gate.leave(chunk.key)
-            del self._sinks[chunk.key]
-        sink(chunk)
+            del self._live[chunk.key]
+        accepted.take(chunk)
 
     def on_started(self, key: str) -> None:
         """See `RequestEvents`."""
         self._gate.note_started(key)
-        self._request_log.note_started(key)
+        accepted = self._live.get(key)
+        if accepted is not None and accepted.followed is not None:
+            accepted.followed.note_started()
 
     def on_joined(self, key: str) -> None:
         """See `RequestEvents`."""
@@ -377,7 +404,7 @@ class EngineService(RequestEvents):
             try:
                 self._turn()
             except Exception as error:
-                num_lost = len(self._sinks)
+                num_lost = len(self._live)
                 reason = f"{type(error).__name__}: {error}"
                 self._log(error_event("scheduler_error", failed_requests=num_lost, reason=reason))
                 self._log(f"error: {traceback.format_exc()}")
@@ -431,12 +458,12 @@ class EngineService(RequestEvents):
         self._core.abandon(error)
         with self._wake:
             # Requests that the core does not know: still in the inbox, or lost from it.
-            sinks, self._sinks = self._sinks, {}
+            left, self._live = self._live, {}
             self._inbox = []
             self._drop_reload(str(error))
-        for key, sink in sinks.items():
+        for key, accepted in left.items():
             self._gate.leave(key)
-            sink(Chunk(key, error=error))
+            accepted.take(Chunk(key, error=error))
 
     def _drop_reload(self, reason: str) -> None:
         """Fail a reload in progress, so that its operator does not wait for ever."""

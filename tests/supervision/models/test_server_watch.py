@@ -1,6 +1,8 @@
 """What is asked of Triton about the engine, and a server that is shutting down."""
 
 import threading
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -154,7 +156,8 @@ def watched(monkeypatch):
 
     def make(ask, *, has_requests=lambda: True, **options) -> ServerWatch:
         options = {"log": print} | options
-        made.append(ServerWatch(ask, has_requests=has_requests, **options))
+        readiness = cast(Readiness, SimpleNamespace(check_server=ask))
+        made.append(ServerWatch(readiness, has_requests=has_requests, **options))
         return made[-1]
 
     yield make

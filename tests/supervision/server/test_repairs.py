@@ -75,6 +75,9 @@ class Table:
     def stubs(self) -> dict[str, list[psutil.Process]]:
         return {"pair": [member.process for member in self.members]}
 
+    def metrics(self) -> dict[str, float] | None:
+        return None
+
     def is_served(self, model: str) -> bool:
         assert self.may_answer.wait(30)
         return self.is_served_now
@@ -96,7 +99,7 @@ class Scene:
         self.repairs = Repairs(
             cast(ModelControl, table),
             self.watchdog,
-            OrphanedCalls(lambda: None, LIMITS.orphaned_calls_s, self.lines.append),
+            OrphanedCalls(server, LIMITS.orphaned_calls_s, self.lines.append),
             scheduler="scheduler",
             limits=LIMITS,
             on_change=self.changed.append,

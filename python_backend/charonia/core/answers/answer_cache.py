@@ -391,10 +391,9 @@ class AnswerCache(RequestEvents):
             if subscriber is None:  # its other timeout has just ended it
                 continue
             has_started = subscriber.computation.started_at is not None
-            if is_until_start and has_started:
-                continue
             error = self.core.overdue(is_until_start=is_until_start, has_started=has_started)
-            self.end(key, error)
+            if error is not None:
+                self.end(key, error)
 
     def _end_deserted(self) -> None:
         """End samples, and whole computations, that no subscriber wants."""

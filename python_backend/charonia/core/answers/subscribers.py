@@ -47,13 +47,8 @@ class Subscribers:
 
     def add(self, subscriber: Subscriber) -> None:
         """Add a subscriber. Its timeouts count from its arrival."""
-        request, arrived_at = subscriber.request, subscriber.arrived_at
-        self._by_key[request.key] = subscriber
-        if request.timeout_s is not None:
-            expires_at = arrived_at + request.timeout_s
-            self._deadlines.add(request.key, expires_at, is_until_start=True)
-        if request.params.deadline_ms is not None:
-            self._deadlines.add(request.key, arrived_at + request.params.deadline_ms / 1000)
+        self._by_key[subscriber.key] = subscriber
+        self._deadlines.add(subscriber.request, subscriber.arrived_at)
 
     def take_due(self, now: float) -> list[tuple[str, bool]]:
         """Keys whose timeouts are over, and whether it was the timeout until the first step."""
@@ -87,17 +82,14 @@ class Subscribers:
 
     def _count_end(self, subscriber: Subscriber, reason: str, now: float) -> None:
         request = subscriber.request
-        self._metrics.count_end(
-            reason,
-            queue_s=subscriber.queue_s(now),
-            total_s=now - subscriber.arrived_at,
-            num_prompt=len(request.prompt_ids),
-            num_tokens=sum(subscriber.num_tokens),
-        )
         self._attainment.note_end(
             RequestEnd(
                 tenant=request.params.tenant,
                 reason=reason,
+                queue_s=subscriber.queue_s(now),
+                total_s=now - subscriber.arrived_at,
+                num_prompt=len(request.prompt_ids),
+                num_tokens=sum(subscriber.num_tokens),
                 first_token_s=subscriber.first_token_s,
                 inter_token_s=subscriber.inter_token_s,
                 has_deadline=request.params.deadline_ms is not None,

@@ -23,6 +23,8 @@ class RequestEnd:
 
     Attributes:
         reason: "stop", "length", or the kind of its error.
+        queue_s: seconds from its arrival to its first step, or its end. total_s: to its end.
+        num_prompt: tokens of its prompt. num_tokens: generated tokens of all samples.
         first_token_s: from its arrival to its first token; None without one.
         inter_token_s: mean time between its tokens; None with fewer than two.
         has_deadline: whether it had a `deadline_ms`.
@@ -30,6 +32,10 @@ class RequestEnd:
 
     tenant: str
     reason: str
+    queue_s: float
+    total_s: float
+    num_prompt: int
+    num_tokens: int
     first_token_s: float | None = None
     inter_token_s: float | None = None
     has_deadline: bool = False
@@ -43,7 +49,14 @@ class Attainment:
         self._metrics = metrics
 
     def note_end(self, end: RequestEnd) -> None:
-        """Count the end of a request."""
+        """Count the end of a request, the only place where one is counted."""
+        self._metrics.count_end(
+            end.reason,
+            queue_s=end.queue_s,
+            total_s=end.total_s,
+            num_prompt=end.num_prompt,
+            num_tokens=end.num_tokens,
+        )
         args, label = self._tenants.of(end.tenant), self._tenants.label_of(end.tenant)
         self._metrics.count("charonia_tenant_requests_total", 1, label)
         if end.reason == _CANCELLED:

@@ -4,42 +4,39 @@ Owns their order. Must not know what happens at a timeout; the time is an argume
 """
 
 from charonia.control.lazy_heap import LazyHeap
+from charonia.core.admission import GenerationRequest
 
 
 class Deadlines:
-    """Timeouts, each of one request; a request may have several."""
+    """The timeouts of live requests; each may have one until its first step, and one until its end.
+
+    If both are over at the same time, the one until the first step comes first.
+    """
 
     def __init__(self) -> None:
-        self._heap: LazyHeap[int] = LazyHeap()  # numbers of timeouts
-        self._points: dict[int, tuple[str, bool]] = {}  # by number, as `take_due` returns them
-        self._numbers: dict[str, list[int]] = {}  # by key
-        self._next_number = 0
+        self._heap: LazyHeap[tuple[str, bool]] = LazyHeap()  # keys, and whether until the end
 
-    def add(self, key: str, when: float, *, is_until_start: bool = False) -> None:
-        """Add a timeout of a request.
-
-        Args:
-            is_until_start: whether it counts only until the request has started.
-        """
-        number = self._next_number
-        self._next_number += 1
-        self._numbers.setdefault(key, []).append(number)
-        self._points[number] = key, is_until_start
-        self._heap.add(number, when)
+    def add(self, request: GenerationRequest, arrived_at: float) -> None:
+        """Add the timeouts of a request. They count from its arrival."""
+        if request.timeout_s is not None:
+            self._heap.add((request.key, False), arrived_at + request.timeout_s)
+        if request.params.deadline_ms is not None:
+            self._heap.add((request.key, True), arrived_at + request.params.deadline_ms / 1000)
 
     def remove(self, key: str) -> None:
         """Remove all timeouts of a request."""
-        for number in self._numbers.pop(key, ()):
-            self._heap.discard(number)
-            del self._points[number]
+        self._heap.discard((key, False))
+        self._heap.discard((key, True))
 
     def take_due(self, now: float) -> list[tuple[str, bool]]:
-        """Remove and return the timeouts that are over, each as its key and `is_until_start`."""
+        """Remove and return the timeouts that are over.
+
+        Returns:
+            The key of each request, and whether it was the timeout until its first step.
+        """
         due = []
         while (place := self._heap.first()) is not None and place[0] <= now:
-            _, number = place
             self._heap.pop()
-            point = self._points.pop(number)
-            self._numbers[point[0]].remove(number)
-            due.append(point)
+            key, is_until_end = place[1]
+            due.append((key, not is_until_end))
         return due

@@ -79,7 +79,7 @@ class Gate:
         self._args = args
         self._clock = clock
         self._wait = QueueWait()
-        self._order = QueueOrder(tenants.weight_of if args.fair_share else None)
+        self._order = QueueOrder(tenants if args.fair_share else None)
         self._predicts = True
         self._engine_args: EngineArgs | None = None
         self._num_entered = 0

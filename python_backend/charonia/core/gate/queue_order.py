@@ -5,10 +5,10 @@ shares the number of requests of each tenant for its weight. Must not know when 
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from charonia.control.policies import RankOf, by_arrival
+from charonia.core.gate.tenants import Tenants
 
 
 @dataclass(slots=True, eq=False)
@@ -46,11 +46,11 @@ class QueueOrder:
     A changed weight counts from the next arrival or start of a request of its tenant.
 
     Args:
-        weight_of: returns a tenant's weight, with fair shares; None without.
+        tenants: have the weights of fair shares; None without fair shares.
     """
 
-    def __init__(self, weight_of: Callable[[str], float] | None = None) -> None:
-        self._weight_of = weight_of
+    def __init__(self, tenants: Tenants | None) -> None:
+        self._tenants = tenants
         self._rank: RankOf = by_arrival
         self._lines: dict[str, list[Entry]] = {}  # by tenant, with fair shares; else one
         self._shares: dict[str, float] = {}  # of each line: length / weight
@@ -85,22 +85,22 @@ class QueueOrder:
         with fair shares of the newcomer's tenant, if the newcomer ranks before it.
         """
         own = self._lines.get(self._name(newcomer), [])
-        if self._weight_of is not None:
+        if self._tenants is not None:
             greatest, tenant = self._by_share[-1] if self._by_share else (0.0, "")
-            if (len(own) + 1) / self._weight_of(newcomer.tenant) < greatest:
+            if (len(own) + 1) / self._tenants.weight_of(newcomer.tenant) < greatest:
                 return self._lines[tenant][-1]
         if own and self._rank(newcomer) < self._rank(own[-1]):
             return own[-1]
         return None
 
     def _note_share(self, name: str) -> None:
-        if self._weight_of is None:
+        if self._tenants is None:
             return
         if name in self._shares:
             del self._by_share[bisect_left(self._by_share, (self._shares.pop(name), name))]
         if name in self._lines:
-            self._shares[name] = len(self._lines[name]) / self._weight_of(name)
+            self._shares[name] = len(self._lines[name]) / self._tenants.weight_of(name)
             insort(self._by_share, (self._shares[name], name))
 
     def _name(self, entry: Entry) -> str:
-        return "" if self._weight_of is None else entry.tenant
+        return "" if self._tenants is None else entry.tenant

@@ -30,8 +30,6 @@ _ID_BITS = 52  # so that every JSON reader keeps them exact
 _PIECE = 2**16
 _MAX_LINES = 4096  # in the buffer
 
-Sink = Callable[[Chunk], None]
-
 
 class Recorder:
     """Appends to the files of a directory, which it makes if necessary. For all threads.
@@ -60,14 +58,31 @@ class Recorder:
                 f"record_dir: {directory} cannot be written: {error.strerror}"
             ) from None
 
-    def follow(self, request: GenerationRequest, sink: Sink, arrived_at: float) -> "Followed":
+    def follow(self, request: GenerationRequest, arrived_at: float) -> "RecordedRequest":
         """Begin the record of a request that is about to be admitted and is no probe.
 
         Args:
-            sink: takes its chunks. arrived_at: its arrival, by the monotonic clock.
+            arrived_at: its arrival, by the monotonic clock.
         """
         line = self._line_of(request, time.monotonic() - arrived_at)
-        return Followed(line, sink, arrived_at, self._note_end)
+        return RecordedRequest(line, arrived_at, self)
+
+    def note_end(self, line: TraceRequest, last: Chunk) -> None:
+        """Record a request at its end.
+
+        Args:
+            line: its record so far. last: its last chunk.
+        """
+        outcome = last.finish_reason or (last.error.kind if last.error else "")
+        line = msgspec.structs.replace(line, outcome=outcome)
+        if last.timing is not None:
+            line = msgspec.structs.replace(
+                line,
+                queue_ms=_milliseconds(last.timing.get("queue_seconds")),
+                ttft_ms=_milliseconds(last.timing.get("first_token_seconds")),
+                total_ms=_milliseconds(last.timing.get("total_seconds")),
+            )
+        self._write(REQUESTS, line)
 
     def note_step(self, record: StepRecord) -> None:
         """Record a step."""
@@ -105,18 +120,6 @@ class Recorder:
             deadline_ms=params.deadline_ms or 0,
         )
 
-    def _note_end(self, line: TraceRequest, last: Chunk) -> None:
-        outcome = last.finish_reason or (last.error.kind if last.error else "")
-        line = msgspec.structs.replace(line, outcome=outcome)
-        if last.timing is not None:
-            line = msgspec.structs.replace(
-                line,
-                queue_ms=_milliseconds(last.timing.get("queue_seconds")),
-                ttft_ms=_milliseconds(last.timing.get("first_token_seconds")),
-                total_ms=_milliseconds(last.timing.get("total_seconds")),
-            )
-        self._write(REQUESTS, line)
-
     def _write(self, name: str, record: TraceRequest | StepRecord) -> None:
         line = self._encode(record) + b"\n"
         with self._lock:
@@ -152,25 +155,17 @@ class Recorder:
             self._log(warning_event("recording_stopped", reason=reason))
 
 
-class Followed:
+class RecordedRequest:
     """A request whose line is written at its end.
 
     Args:
-        line: its record so far. sink: takes its chunks. arrived_at: by the monotonic clock.
-        note_end: called with its line and its last chunk.
+        line: its record so far. arrived_at: by the monotonic clock.
     """
 
-    def __init__(
-        self,
-        line: TraceRequest,
-        sink: Sink,
-        arrived_at: float,
-        note_end: Callable[[TraceRequest, Chunk], None],
-    ) -> None:
+    def __init__(self, line: TraceRequest, arrived_at: float, recorder: Recorder) -> None:
         self._line = line
-        self._sink = sink
         self._arrived_at = arrived_at
-        self._note_end = note_end
+        self._recorder = recorder
         self._intake_s = 0.0
         self._num_tokens = 0
         self._reason: FinishReason = "cancelled"  # of the last sample that was not cancelled
@@ -181,10 +176,10 @@ class Followed:
 
     def note_refused(self, error: CharoniaError) -> None:
         """Note that the request was refused."""
-        self._note_end(self._line, Chunk("", error=error))
+        self._recorder.note_end(self._line, Chunk("", error=error))
 
-    def take(self, chunk: Chunk) -> None:
-        """Take a chunk and pass it on."""
+    def note(self, chunk: Chunk) -> None:
+        """Note a chunk of it."""
         self._num_tokens += len(chunk.token_ids)
         if chunk.finish_reason is not None and chunk.finish_reason != "cancelled":
             self._reason = chunk.finish_reason
@@ -197,8 +192,7 @@ class Followed:
             last = chunk
             if chunk.finish_reason == "cancelled":
                 last = msgspec.structs.replace(chunk, finish_reason=self._reason)
-            self._note_end(line, last)
-        self._sink(chunk)
+            self._recorder.note_end(line, last)
 
 
 class RecordingExecutor:

@@ -5,7 +5,6 @@ steps in flight, nor why an engine is replaced.
 """
 
 import os
-from collections.abc import Callable
 
 from charonia.config import EngineArgs, SchedulerArgs
 from charonia.control import (
@@ -18,6 +17,7 @@ from charonia.control import (
     SchedulerStats,
     Tiers,
 )
+from charonia.core.gate.tenants import Tenants
 from charonia.core.recording.journal import Journal
 from charonia.core.replica.reload import take_over
 from charonia.core.scheduler_factory import make_scheduler
@@ -28,7 +28,8 @@ class Schedulers:
     """The present scheduler, and the state that outlives it.
 
     Args:
-        scheduler_args, weight_of, cache_events, journal: see `make_scheduler`.
+        tenants: have the weights of fair shares.
+        scheduler_args, cache_events, journal: see `make_scheduler`.
         hash_secret: key of the block hashes; None draws one for each scheduler.
 
     Attributes:
@@ -38,14 +39,14 @@ class Schedulers:
     def __init__(
         self,
         scheduler_args: SchedulerArgs,
+        tenants: Tenants,
         *,
-        weight_of: Callable[[str], float],
         cache_events: CacheEvents | None = None,
         journal: Journal | None = None,
         hash_secret: bytes | None = None,
     ) -> None:
         self._scheduler_args = scheduler_args
-        self._weight_of = weight_of
+        self._tenants = tenants
         self._cache_events = cache_events
         self._journal = journal
         self._hash_secret = hash_secret
@@ -108,7 +109,7 @@ class Schedulers:
             hash_secret=self._hash_secret or os.urandom(32),
             epoch=info.epoch,
             stats=self._stats,
-            weight_of=self._weight_of,
+            weight_of=self._tenants.weight_of,
             cache_events=self._cache_events,
             tiers=tiers,
             journal=self._journal,

@@ -1,4 +1,4 @@
-"""The open requests of a proxy, and their parts.
+"""The open requests of a proxy, by their parts.
 
 Owns which part belongs to which request, and which clients are polled for cancellation. Must not
 know the contents of requests and answers, nor the scheduler.
@@ -15,18 +15,17 @@ from charonia.serving.conventions.convention import Part
 from charonia.serving.requests.responders import CancellationPoller, TritonResponder
 
 
-@dataclass
+@dataclass(eq=False)
 class ClientRequest:
     """A client's request that is not completely answered.
 
     Attributes:
         num_bytes: of the request, as received. waiting: keys of the parts that are not completely
-            answered.
+            answered; empty once the request is not open any more.
         num_passed_on: answers passed on, of all parts. is_cancelled: the client has disconnected,
             or the request has failed with `error`.
     """
 
-    key: str
     responder: TritonResponder
     num_bytes: int
     waiting: set[str] = field(default_factory=set)
@@ -37,47 +36,46 @@ class ClientRequest:
 
 @dataclass
 class OpenPart:
-    """A part of a client's request; `num_passed_on` of its answers were passed on."""
+    """A part of a client's request; `num_passed_on` of its answers were passed on.
 
+    Attributes:
+        key: the scheduler's.
+    """
+
+    key: str
     client: ClientRequest
     part: Part
     num_passed_on: int = 0
 
 
 class OpenRequests:
-    """The registry of both. The caller holds a lock, except for `bool()`.
+    """The registry of the parts. The caller holds a lock, except for `bool()`.
 
     Args:
         poller: polls the clients of these requests for cancellation.
     """
 
-    def __init__(self, poller: CancellationPoller) -> None:
+    def __init__(self, poller: CancellationPoller[ClientRequest]) -> None:
         self._poller = poller
-        self._parts: dict[str, OpenPart] = {}  # by the scheduler's key
-        self._clients: dict[str, ClientRequest] = {}
+        self._parts: dict[str, OpenPart] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._clients)
+        return bool(self._parts)
 
-    def add_part(self, key: str, part: OpenPart) -> None:
+    def add(self, part: OpenPart) -> None:
         """Add a part that was sent to the scheduler."""
-        self._parts[key] = part
-        part.client.waiting.add(key)
+        self._parts[part.key] = part
+        part.client.waiting.add(part.key)
 
-    def add(self, client: ClientRequest) -> None:
-        """Add a request whose parts were all sent."""
-        self._clients[client.key] = client
-        self._poller.add(client.key, client.responder)
+    def poll(self, client: ClientRequest) -> None:
+        """Begin to poll the client of a request whose parts were all sent."""
+        self._poller.add(client, client.responder)
 
     def withdraw(self, client: ClientRequest) -> Collection[str]:
         """Remove a request of which a part could not be sent; return the keys of the sent parts."""
         for key in client.waiting:
             del self._parts[key]
         return client.waiting
-
-    def find(self, client_key: str) -> ClientRequest | None:
-        """The request with this key, or None."""
-        return self._clients.get(client_key)
 
     def take_answer(self, key: str, *, is_final: bool) -> OpenPart | None:
         """Find the part of an answer; None if nothing waits for it.
@@ -92,15 +90,14 @@ class OpenRequests:
             del self._parts[key]
             client.waiting.remove(key)
         if not client.waiting:
-            self._poller.remove(client.key)
-            del self._clients[client.key]
+            self._poller.remove(client)
         return part
 
     def take_all(self) -> list[ClientRequest]:
         """Remove and return all requests."""
-        clients = list(self._clients.values())
-        for client in clients:
-            self._poller.remove(client.key)
-        self._clients.clear()
+        clients = list(dict.fromkeys(part.client for part in self._parts.values()))
         self._parts.clear()
+        for client in clients:
+            client.waiting.clear()
+            self._poller.remove(client)
         return clients

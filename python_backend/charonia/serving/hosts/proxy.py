@@ -9,7 +9,6 @@ that is not decoupled.
 """
 
 import contextlib
-import secrets
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -72,7 +71,7 @@ class ProxyHost:
         readiness = Readiness(pb_utils, scheduler_model)
         readiness.has_server_started = True  # there are requests only then
         self._server = ServerWatch(
-            readiness.check_server,
+            readiness,
             has_requests=lambda: bool(self._open),
             on_stopping=self._tell_stopping,
             log=log,
@@ -102,7 +101,7 @@ class ProxyHost:
     def _hand_in(self, request: Any, responder: TritonResponder) -> None:
         raw = read_request(request)
         parts = self._convention.split(raw)
-        client = ClientRequest(secrets.token_hex(16), responder, raw.num_bytes)
+        client = ClientRequest(responder, raw.num_bytes)
         self._quota.take(raw.num_bytes)
         try:
             if self._scheduler is None:
@@ -111,21 +110,23 @@ class ProxyHost:
                 if self._scheduler is None:
                     raise UnavailableError(LOST)
                 for request, part in parts:
-                    self._send(self._scheduler, request, OpenPart(client, part))
-                self._open.add(client)
+                    self._send(self._scheduler, request, client, part)
+                self._open.poll(client)
         except BaseException:
             self._quota.give_back(raw.num_bytes)
             raise
 
-    def _send(self, scheduler: SchedulerClient, raw: RawRequest, part: OpenPart) -> None:
+    def _send(
+        self, scheduler: SchedulerClient, raw: RawRequest, client: ClientRequest, part: Part
+    ) -> None:
         """Send one part; if that fails, cancel the earlier parts. The caller holds the lock."""
         try:
             key = scheduler.send(raw)
         except BaseException:
-            for sent in self._open.withdraw(part.client):
+            for sent in self._open.withdraw(client):
                 scheduler.cancel(sent)
             raise
-        self._open.add_part(key, part)
+        self._open.add(OpenPart(key, client, part))
 
     def _connect(self) -> None:
         channel = self._address.connect()
@@ -167,7 +168,7 @@ class ProxyHost:
         except Exception:
             self._log(f"error: a response could not be passed on: {traceback.format_exc()}")
             client.error = CharoniaError(INTERNAL_ERROR)
-            self._on_cancelled(client.key)
+            self._on_cancelled(client)
         client.num_passed_on += 1
         if not answer.is_final:
             opened.num_passed_on += 1
@@ -183,11 +184,10 @@ class ProxyHost:
         for client in clients:
             self._end(client, UnavailableError(LOST))
 
-    def _on_cancelled(self, client_key: str) -> None:
-        """Cancel a request. Its last answers, now errors, come like any others."""
+    def _on_cancelled(self, client: ClientRequest) -> None:
+        """Cancel an open request. Its last answers, now errors, come like any others."""
         with self._lock:
-            client = self._open.find(client_key)
-            if client is None:
+            if not client.waiting:
                 return
             client.is_cancelled = True
             if self._scheduler is not None:

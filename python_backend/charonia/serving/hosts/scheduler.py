@@ -27,6 +27,7 @@ from charonia.metrics.page_socket import METRICS_SOCKET, serve_metrics
 from charonia.metrics.triton_page import MetricsExporter
 from charonia.serving.hosts.engine import MODEL_FILE
 from charonia.serving.messages.executor import BlsExecutor
+from charonia.serving.messages.handover import HANDOVER_SOCKET, Handover
 from charonia.serving.messages.relay import REQUESTS_SOCKET
 from charonia.serving.messages.relay_server import RelayServer
 from charonia.serving.messages.reload import (
@@ -45,7 +46,6 @@ from charonia.serving.requests.sessions import Sessions
 from charonia.serving.requests.tensors import read_request
 from charonia.serving.requests.tokenizing import Tokenizing
 from charonia.supervision.models.grpc_control import GrpcControl
-from charonia.supervision.models.handover import HANDOVER_SOCKET, Handover
 from charonia.supervision.models.server_options import ServerOptions
 from charonia.text.draft import check_draft_tokenizer
 from charonia.text.tokenizer import Tokenizer

@@ -130,7 +130,7 @@ class BlsExecutor:
         self._readiness = Readiness(pb_utils, engine_model)
         self._verdict: tuple[float, EngineDiedError] | None = None  # see `_check_loaded`
         self._model = EngineModel(engine_model, self._readiness, engine_dir, control)
-        self._server = ServerWatch(self._readiness.check_server, has_requests=has_requests, log=log)
+        self._server = ServerWatch(self._readiness, has_requests=has_requests, log=log)
         self._control = control
         self.refusal = control.refusal
         if self.refusal is not None:

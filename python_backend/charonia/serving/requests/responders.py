@@ -12,13 +12,15 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from charonia.errors import CharoniaError
 from charonia.serving.requests.raw_request import Outputs
 from charonia.serving.requests.tensors import INTERNAL_ERROR, error_response, response
+
+Polled = TypeVar("Polled", bound=Hashable)
 
 
 class Responder(Protocol):
@@ -130,8 +132,8 @@ class _LateEnd(NamedTuple):
     end: Callable[[], None]
 
 
-class CancellationPoller:
-    """Polls responders, in a thread of its own, for clients that have disconnected.
+class CancellationPoller(Generic[Polled]):
+    """Polls live requests, in a thread of its own, for clients that have disconnected.
 
     Triton does not report disconnected clients. It must be asked, and each question is a round trip
     that takes the server 0.1 ms. A responder is asked every `INTERVAL_S`, or less often if there
@@ -146,6 +148,7 @@ class CancellationPoller:
     A responder whose poll fails is not polled again; its request goes on.
 
     Args:
+        on_cancelled: gets a request whose client has disconnected, at most once.
         log: takes one line, from any thread.
     """
 
@@ -153,24 +156,26 @@ class CancellationPoller:
     INTERVAL_S = 0.05
     LATE_END_S = 0.2
 
-    def __init__(self, on_cancelled: Callable[[str], None], *, log: Callable[[str], None]) -> None:
+    def __init__(
+        self, on_cancelled: Callable[[Polled], None], *, log: Callable[[str], None]
+    ) -> None:
         self._on_cancelled = on_cancelled
         self._log = log
-        self._responders: dict[str, Responder] = {}
+        self._responders: dict[Polled, Responder] = {}
         self._late_ends: deque[_LateEnd] = deque()
         self._stop = threading.Event()
         self._has_work = threading.Event()
         self._thread = threading.Thread(target=self._run, name="charonia-polling", daemon=True)
         self._thread.start()
 
-    def add(self, key: str, responder: Responder) -> None:
-        """Watch a responder; `on_cancelled(key)` is called at most once."""
-        self._responders[key] = responder
+    def add(self, request: Polled, responder: Responder) -> None:
+        """Begin to poll for a request."""
+        self._responders[request] = responder
         self._has_work.set()
 
-    def remove(self, key: str) -> None:
-        """Stop watching."""
-        self._responders.pop(key, None)
+    def remove(self, request: Polled) -> None:
+        """Stop polling for a request, if that has not ended yet."""
+        self._responders.pop(request, None)
 
     @property
     def has_responders(self) -> bool:
@@ -210,17 +215,17 @@ class CancellationPoller:
                 self._has_work.wait()
                 continue
             self._send_late_ends(until=time.monotonic())
-            for key, responder in list(self._responders.items()):
-                self._ask(key, responder)
+            for request, responder in list(self._responders.items()):
+                self._ask(request, responder)
                 if self._stop.wait(pause):
                     return
 
-    def _ask(self, key: str, responder: Responder) -> None:
+    def _ask(self, request: Polled, responder: Responder) -> None:
         try:
-            if responder.is_cancelled() and self._responders.pop(key, None) is not None:
-                self._on_cancelled(key)
+            if responder.is_cancelled() and self._responders.pop(request, None) is not None:
+                self._on_cancelled(request)
         except Exception:
-            self._responders.pop(key, None)
+            self._responders.pop(request, None)
             self._log(f"error: a client could not be asked after: {traceback.format_exc()}")
 
     def _send_late_ends(self, *, until: float) -> None:

@@ -124,7 +124,7 @@ class Sessions:
         self._is_closing = False
         self._ready: SimpleQueue[Session | None] = SimpleQueue()
         self._timer = _Timer()
-        self._poller = CancellationPoller(self.abandon, log=log)
+        self._poller = CancellationPoller(self._abandon, log=log)
         self._threads = [
             threading.Thread(target=self._run, name=f"charonia-sender-{index}", daemon=True)
             for index in range(num_threads)
@@ -177,7 +177,7 @@ class Sessions:
         elif session.is_named and self._has_reporter:
             session.reports = Reports.EXPECTED
         if responder.is_polled:
-            self._poller.add(key, responder)
+            self._poller.add(session, responder)
         return lambda chunk: self._take(session, chunk)
 
     @property
@@ -235,8 +235,7 @@ class Sessions:
         """Cancel a request whose client has disconnected; one that is not live is ignored."""
         session = self._live.get(key)
         if session is not None:
-            session.is_abandoned = True
-            self.cancel(key)
+            self._abandon(session)
 
     def acknowledge(self, key: str, number: int) -> None:
         """Note that a proxy has passed on this many responses of a request."""
@@ -317,6 +316,10 @@ class Sessions:
         deadline = time.monotonic() + timeout
         while (len(self._live) or self._poller.has_late_ends) and time.monotonic() < deadline:
             time.sleep(0.01)
+
+    def _abandon(self, session: Session) -> None:
+        session.is_abandoned = True
+        self.cancel(session.key)
 
     def _take(self, session: Session, chunk: Chunk) -> None:
         with session.lock:
@@ -449,9 +452,9 @@ class Sessions:
         session.responder.send(outputs, is_final=is_final)
 
     def _end(self, key: str) -> None:
-        self._poller.remove(key)
         session = self._live.remove(key)
         if session is not None:
+            self._poller.remove(session)
             self._quota.give_back(session.num_bytes)
 
     def _give_up(self, session: Session) -> None:

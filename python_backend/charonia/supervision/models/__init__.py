@@ -1,1 +1,1 @@
-"""Supervision from inside the models' processes: of the engine, the server and other schedulers."""
+"""Supervision from inside the models' processes: of the engine and the server."""

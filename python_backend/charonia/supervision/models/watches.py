@@ -206,8 +206,7 @@ class ServerWatch:
     The proxies tell the scheduler.
 
     Args:
-        ask: raises ServerStoppingError once the server is shutting down, and ServerStartingError
-            until it has started. The first of its other exceptions is logged.
+        readiness: asks the server. The first of its unexpected exceptions is logged.
         has_requests: whether this model has requests that Triton waits for before unloading it.
         on_stopping: called once when a shutdown is found, in the watch's thread.
         log: takes one line, from any thread.
@@ -215,13 +214,13 @@ class ServerWatch:
 
     def __init__(
         self,
-        ask: Callable[[], None],
+        readiness: Readiness,
         *,
         has_requests: Callable[[], bool],
         on_stopping: Callable[[], None] = lambda: None,
         log: Callable[[str], None],
     ) -> None:
-        self._ask = ask
+        self._readiness = readiness
         self._has_requests = has_requests
         self._on_stopping = on_stopping
         self._log = log
@@ -261,7 +260,7 @@ class ServerWatch:
             if not self._has_requests():
                 continue
             try:
-                self._ask()
+                self._readiness.check_server()
             except ServerStoppingError:
                 self._is_stopping = True
                 self._on_stopping()

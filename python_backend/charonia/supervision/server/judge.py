@@ -13,7 +13,7 @@ and are judged when they are done.
 """
 
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -22,11 +22,14 @@ import psutil
 from charonia.supervision.open_calls import OpenCallsOf
 from charonia.supervision.process_table import Stops, is_stopped, process_state
 from charonia.supervision.server.background import in_background
+from charonia.supervision.server.model_control import ModelControl
 from charonia.supervision.server.probes import (
     EndpointResult,
     Finding,
     Health,
+    Probe,
     Reply,
+    examine,
     probe_endpoint,
 )
 from charonia.supervision.server.protocols import RunningServer
@@ -125,6 +128,14 @@ class Member:
         self._open_calls.close()
 
 
+@dataclass
+class _Watched:
+    """The processes that a model should have, and the number of them that it needs."""
+
+    members: list[Member]
+    num_needed: int
+
+
 class Watchdog:
     """Watches the processes of one running server, once all its models are loaded.
 
@@ -136,52 +147,54 @@ class Watchdog:
     def __init__(self, server: RunningServer, leave: Collection[str], stopped_s: float) -> None:
         self._server = server
         self._stopped_s = stopped_s
-        self._members: dict[str, list[Member]] = {}
-        self._num_needed: dict[str, int] = {}
+        self._models: dict[str, _Watched] = {}
         self._dismissed: dict[Member, float] = {}  # and when
         self._stops = Stops()
         found = server.stubs()
         for file in server.repository.glob("*/1/model.py"):
             if (model := file.parents[1].name) not in leave:
-                self._members[model] = [Member(process) for process in found.get(model, [])]
-                self._num_needed[model] = len(self._members[model])
+                members = [Member(process) for process in found.get(model, [])]
+                self._models[model] = _Watched(members, len(members))
 
     def members(self, model: str) -> list[Member]:
         """The processes that a model should have."""
-        return list(self._members.get(model, ()))
+        return list(self._models[model].members) if model in self._models else []
 
     def adopt(self, model: str, now: float) -> None:
         """Take over a model that somebody else has reloaded: its current processes are its members.
 
         Some of them may be ending, so the number that it needs is not changed.
         """
-        self._replace_members(model, self._running(model), now)
+        self._models[model].members = self._exchange(model, self._running(model), now)
 
     def take(self, model: str, processes: Collection[psutil.Process], now: float) -> None:
         """Set the members of a model that was just loaded, and their number as the one it needs.
 
         A model without any is not watched any more.
         """
-        self._replace_members(model, processes, now)
-        self._num_needed[model] = len(processes)
-        if not processes:
-            del self._members[model]
+        members = self._exchange(model, processes, now)
+        if members:
+            self._models[model] = _Watched(members, len(members))
+        else:
+            self._models.pop(model, None)
 
     def close(self) -> None:
         """Release all members."""
-        for members in (*self._members.values(), self._dismissed):
-            for member in members:
+        for watched in self._models.values():
+            for member in watched.members:
                 member.close()
+        for member in self._dismissed:
+            member.close()
 
     def look(self, now: float) -> list[Loss]:
         """All current losses, tritonserver's first."""
         losses = []
         if self._server.pid is not None and self._is_stopped_for_long(self._server.pid, now):
             losses.append(Loss(TRITONSERVER, self._server.pid, "stopped"))
-        for model, members in self._members.items():
-            if not members:  # it ended before the first check
+        for model, watched in self._models.items():
+            if not watched.members:  # it ended before the first check
                 losses.append(Loss(model, None, "died"))
-            for member in members:
+            for member in watched.members:
                 process = member.process
                 if not _lives(process):
                     losses.append(Loss(model, process.pid, "died"))
@@ -191,7 +204,7 @@ class Watchdog:
 
     def has_successors(self, model: str) -> bool:
         """Whether enough other processes run, because somebody has reloaded the model."""
-        return len(self._running(model)) >= max(self._num_needed[model], 1)
+        return len(self._running(model)) >= max(self._models[model].num_needed, 1)
 
     def lingering(self, now: float, drain_s: float) -> list[psutil.Process]:
         """Live processes that were replaced more than `drain_s` ago and have no open call."""
@@ -209,15 +222,19 @@ class Watchdog:
             if process not in dismissed and _lives(process) and not is_stopped(process.pid)
         ]
 
-    def _replace_members(self, model: str, processes: Iterable[psutil.Process], now: float) -> None:
+    def _exchange(
+        self, model: str, processes: Iterable[psutil.Process], now: float
+    ) -> list[Member]:
+        """Make the members for these processes of a model, and dismiss its other ones."""
         before = {member.process: member for member in self.members(model)}
-        self._members[model] = [
+        members = [
             before.pop(process) if process in before else Member(process) for process in processes
         ]
         for member in [one for one in self._dismissed if not _lives(one.process)]:
             del self._dismissed[member]
             member.close()
         self._dismissed |= dict.fromkeys(before.values(), now)
+        return members
 
     def _is_stopped_for_long(self, pid: int, now: float) -> bool:
         return self._stops.seconds(pid, now) > self._stopped_s
@@ -263,7 +280,6 @@ class SchedulerWatch:
     """Judges the scheduler and tritonserver, by probes in the background.
 
     Args:
-        examine: probes both once; called in another thread.
         scheduler, engine: names of the models.
 
     Attributes:
@@ -272,13 +288,15 @@ class SchedulerWatch:
 
     def __init__(
         self,
-        examine: Callable[[], Finding],
+        probe: Probe,
+        control: ModelControl,
         *,
         scheduler: str,
         engine: str,
         limits: SupervisionLimits,
     ) -> None:
-        self._examine = examine
+        self._probe = probe
+        self._control = control
         self._scheduler = scheduler
         self._engine = engine
         self._limits = limits
@@ -292,7 +310,11 @@ class SchedulerWatch:
         """Why the server must be restarted, or None. Starts the next probe when it is due."""
         if self._examined is None:
             if now - self._probed >= self._limits.probe_interval_s:
-                self._examined = in_background(self._examine)
+                self._examined = in_background(
+                    lambda: examine(
+                        self._probe, self._control, self._engine, self._limits.probe_timeout_s
+                    )
+                )
             return None
         if not self._examined.done():
             return None

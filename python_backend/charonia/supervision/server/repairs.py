@@ -31,6 +31,7 @@ from charonia.events import error_event, event, warning_event
 from charonia.supervision.server.background import in_background
 from charonia.supervision.server.judge import Loss, SupervisionLimits, Watchdog
 from charonia.supervision.server.model_control import ModelControl
+from charonia.supervision.server.protocols import RunningServer
 
 _RUNNING = ("charonia_requests_running", "charonia_requests_waiting")
 
@@ -41,18 +42,13 @@ class OrphanedCalls:
     They end only with the server (`supervision/open_calls.py`).
 
     Args:
-        metrics: returns charonia's metrics by name, or None if they cannot be read.
+        server: has the metrics that tell whether requests run.
         timeout_s: after this time the server is restarted even while other requests run.
         log: gets one line per model.
     """
 
-    def __init__(
-        self,
-        metrics: Callable[[], dict[str, float] | None],
-        timeout_s: float,
-        log: Callable[[str], None],
-    ) -> None:
-        self._metrics = metrics
+    def __init__(self, server: RunningServer, timeout_s: float, log: Callable[[str], None]) -> None:
+        self._server = server
         self._timeout_s = timeout_s
         self._log = log
         self._since: dict[str, float] = {}
@@ -79,18 +75,24 @@ class OrphanedCalls:
         return None
 
     def _is_idle(self) -> bool:
-        found = self._metrics() or {}
+        found = self._server.metrics() or {}
         return all(found.get(name) == 0 for name in _RUNNING)
 
 
 @dataclass
 class _Case:
-    """A loss under repair; `reloaded` gives the processes that replace the lost ones."""
+    """A loss under repair.
+
+    Attributes:
+        reloaded: gives the processes that replace the lost ones.
+        ask_again_at: if the model is not to be served, when to ask again; else None.
+    """
 
     loss: Loss
     since: float
     is_served: Future[bool]
     reloaded: Future[list[psutil.Process]] | None = None
+    ask_again_at: float | None = None
 
 
 class Repairs:
@@ -121,14 +123,12 @@ class Repairs:
         self._on_change = on_change
         self._log = log
         self._cases: dict[str, _Case] = {}
-        self._unserved: dict[str, float] = {}  # when that was found
         self._reloads: dict[str, list[float]] = {}  # when they began
 
     def is_seen_to(self, model: str, now: float) -> bool:
         """Whether a loss of this model needs no action now."""
-        unserved = self._unserved.get(model)
-        is_unserved = unserved is not None and now - unserved < self._limits.probe_interval_s
-        return model in self._cases or is_unserved
+        case = self._cases.get(model)
+        return case is not None and (case.ask_again_at is None or now < case.ask_again_at)
 
     def begin(self, loss: Loss, now: float) -> None:
         """Start the repair of a loss."""
@@ -154,12 +154,11 @@ class Repairs:
     def _go_on(self, case: _Case, now: float) -> str | None:
         """Decide on a repair, once it is known whether the model should be served."""
         loss = case.loss
-        if not case.is_served.done():
+        if case.ask_again_at is not None or not case.is_served.done():
             return None
         if not case.is_served.result():
             self._note_open_calls(loss.model, now)
-            self._unserved[loss.model] = now
-            del self._cases[loss.model]
+            case.ask_again_at = now + self._limits.probe_interval_s
             return None
         if loss.model == self._scheduler:
             self._log_loss(loss)

@@ -50,7 +50,7 @@ from charonia.supervision.server.judge import (
     Watchdog,
 )
 from charonia.supervision.server.model_control import ModelControl
-from charonia.supervision.server.probes import Health, Probe, examine, probed_endpoints
+from charonia.supervision.server.probes import Health, Probe, probed_endpoints
 from charonia.supervision.server.protocols import RunningServer, Server
 from charonia.supervision.server.repairs import OrphanedCalls, Repairs
 
@@ -205,7 +205,7 @@ class Watch:
         self._is_over = threading.Event()
         control = ModelControl(server, self._is_over)
         self._watchdog = Watchdog(server, leave=(engine,), stopped_s=limits.stopped_s)
-        self._orphaned = OrphanedCalls(server.metrics, limits.orphaned_calls_s, log)
+        self._orphaned = OrphanedCalls(server, limits.orphaned_calls_s, log)
         self._repairs = Repairs(
             control,
             self._watchdog,
@@ -220,10 +220,7 @@ class Watch:
             for model in probed_endpoints(server.repository)
         ]
         self._scheduler = SchedulerWatch(
-            lambda: examine(probe, control, engine, limits.probe_timeout_s),
-            scheduler=scheduler,
-            engine=engine,
-            limits=limits,
+            probe, control, scheduler=scheduler, engine=engine, limits=limits
         )
 
     def keep(self) -> str | None:

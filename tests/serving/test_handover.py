@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from charonia.serving.messages.handover import Handover
 from charonia.sockets.local import connect
-from charonia.supervision.models.handover import Handover
 from support.waiting import WAIT_S
 
 
