@@ -384,7 +384,7 @@ def test_nothing_is_displaced_where_the_first_one_fits_beside_the_urgent_one(lim
     charge(policy.service, request_of("b", 9), 1000, 0)
     bench.add(make_request("a", 5, tenant="a", num_preemptions=1))
     bench.add(make_request("u", -1, tenant="b"))
-    assert [join.token_ids[0] for join in bench.step().joins][0] == ord("u")
+    assert next(join.token_ids[0] for join in bench.step().joins) == ord("u")
     bench.step()
     assert bench.running == running
     assert bench.scheduler.stats.preemptions == len({"b"} - running)
