@@ -363,27 +363,31 @@ def test_who_was_preempted_a_few_times_keeps_its_row_from_other_tenants():
     assert bench.running == {"w"}
 
 
-@pytest.mark.parametrize("peak", [None, PeakMemory(expects=False)])
 @pytest.mark.parametrize(
-    ("limits", "running"),
+    ("expects", "limits", "running"),
     [
-        ({"max_num_seqs": 3}, {"b", "u", "a"}),
-        ({"max_num_seqs": 2}, {"u", "a"}),
-        ({"max_num_seqs": 3, "num_blocks": 8}, {"u", "a"}),
+        (None, {"max_num_seqs": 3}, {"b", "u", "a"}),
+        (None, {"max_num_seqs": 2}, {"u", "a"}),
+        (None, {"max_num_seqs": 3, "num_blocks": 8}, {"u", "a"}),
+        (False, {"max_num_seqs": 3}, {"b", "u", "a"}),
+        (False, {"max_num_seqs": 3, "num_blocks": 8}, {"u", "a"}),
+        (True, {"max_num_seqs": 3}, {"b", "u", "a"}),
     ],
-    ids=["room for both", "one row", "blocks for one"],
 )
-def test_nothing_is_displaced_where_the_first_one_fits_beside_the_urgent_one(limits, running, peak):
+def test_nothing_is_displaced_where_the_first_one_fits_beside_the_urgent_one(
+    limits, running, expects
+):
     """Nobody may pass the first one, which was preempted and may displace nobody."""
     rank = by_priority()
     policy = fair(rank, equal, DisplacementByPriority(rank))
+    peak = None if expects is None else PeakMemory(expects=expects)
     bench = Bench(policy, peak_memory=peak, **limits)
     bench.add(make_request("b", 5, tenant="b", max_tokens=4))
     bench.step()
     assert isinstance(policy.service, VirtualCounters)
     charge(policy.service, request_of("b", 9), 1000, 0)
-    bench.add(make_request("a", 5, tenant="a", num_preemptions=1))
-    bench.add(make_request("u", -1, tenant="b"))
+    bench.add(make_request("a", 5, tenant="a", num_preemptions=1, max_tokens=4))
+    bench.add(make_request("u", -1, tenant="b", max_tokens=4))
     assert next(join.token_ids[0] for join in bench.step().joins) == ord("u")
     bench.step()
     assert bench.running == running

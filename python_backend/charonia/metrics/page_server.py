@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from http import HTTPStatus
 from weakref import WeakKeyDictionary
@@ -49,6 +49,7 @@ class _Answer:
 
 _NOT_FOUND = _Answer(HTTPStatus.NOT_FOUND, b"there is nothing but GET /metrics\n")
 _TOO_SLOW = _Answer(HTTPStatus.SERVICE_UNAVAILABLE, b"the metrics take too long\n")
+_ENDING = _Answer(HTTPStatus.SERVICE_UNAVAILABLE, b"the server of the metrics ends\n")
 
 
 class PageServer:
@@ -75,9 +76,12 @@ class PageServer:
         self._server.start()
 
     def close(self) -> None:
-        """Answer those that wait for a page, close all connections, and stop listening."""
+        """Stop listening, and close all connections.
+
+        A page that is being made is waited for, no longer than its clients do.
+        """
+        self._maker.shutdown(wait=False, cancel_futures=True)
         self._server.close()
-        self._maker.shutdown()
 
     # ------------------------------------------------------------------ the threads of connections
 
@@ -103,15 +107,24 @@ class PageServer:
         path = request.target.partition(b"?")[0]
         if path != PATH or request.method not in (b"GET", b"HEAD"):
             return _NOT_FOUND
+        page = self._next_page()
+        if page is None:
+            return _ENDING
         try:
-            return self._next_page().result(PAGE_S)
+            return page.result(PAGE_S)
         except TimeoutError:
             return _TOO_SLOW
+        except CancelledError:
+            return _ENDING
 
-    def _next_page(self) -> Future[_Answer]:
+    def _next_page(self) -> Future[_Answer] | None:
+        """The page that is begun next; None at the end."""
         with self._lock:
             if self._next is None:
-                self._next = self._maker.submit(self._make_page)
+                try:
+                    self._next = self._maker.submit(self._make_page)
+                except RuntimeError as error:
+                    self._log(f"error: a page of metrics could not be begun: {error}")
             return self._next
 
     # ------------------------------------------------------------------ the thread that makes pages

@@ -135,6 +135,8 @@ class Span:
 def read_metrics(url: str) -> dict[str, float] | None:
     """Return the totals of a server's page by name; None if it cannot be reached.
 
+    Of gauges that say whether something is up it is the smallest, not the total.
+
     Args:
         url: of the page.
     """
@@ -146,7 +148,10 @@ def read_metrics(url: str) -> dict[str, float] | None:
         series = Snapshot.of(page, 0.0).series
     except NoMetricsError:
         return {}
-    return {name: sum(values.values()) for name, values in series.items()}
+    return {
+        name: (min if name.endswith("_up") else sum)(values.values())
+        for name, values in series.items()
+    }
 
 
 def _total(series: Mapping[Labels, float], labels: Mapping[str, str]) -> float | None:

@@ -64,6 +64,7 @@ class PeakMemory:
         running: Sequence[Request],
         request: Request,
         num_hits: int,
+        beside: tuple[Request, int] | None = None,
     ) -> bool:
         """Whether a request fits beside the running ones. Alone it always fits.
 
@@ -73,6 +74,7 @@ class PeakMemory:
             num_usable: blocks of the pool that are not set aside.
             num_hits: cached blocks of its prefix. With `expects` they are not counted, and neither
                 are the blocks that running requests began with: others are taken to hold them.
+            beside: another waiting request that would run, too, and its cached blocks.
         """
         if not running and not self.num_held:
             return True
@@ -83,10 +85,11 @@ class PeakMemory:
             if one not in self._needs:
                 need = self._needs[one] = self._need(limits, one, one.num_cached)
                 self._all_ends += sum(need)
-        own = self._need(limits, request, num_hits * limits.block_size)
-        if self._all_ends + sum(own) <= room:
+        waiting = [(request, num_hits)] if beside is None else [(request, num_hits), beside]
+        needs = [self._need(limits, one, hits * limits.block_size) for one, hits in waiting]
+        if self._all_ends + sum(map(sum, needs)) <= room:
             return True
-        return _peak([*map(self._needs.__getitem__, running), own]) <= room
+        return _peak([*map(self._needs.__getitem__, running), *needs]) <= room
 
     def _need(self, limits: Limits, request: Request, num_cached: int) -> Need:
         if not self._expects:

@@ -169,8 +169,8 @@ class Fitting:
     ) -> Fit | None:
         """The next request in order that may displace others and fits once it has.
 
-        If it fits without displacing, it is admitted so if the first waiting request fits beside
-        it, or may be passed once more. Otherwise it displaces others even so, and what is free is
+        If it fits without displacing, it is admitted so if the first waiting request may be passed
+        once more, or fits beside it. Otherwise it displaces others even so, and what is free is
         kept for the first one.
 
         Args:
@@ -208,11 +208,11 @@ class Fitting:
 
     def _fits_beside(self, first: Request, request: Request, hits: list[int], owed: int) -> bool:
         """Whether the first waiting request would still fit if another one were admitted."""
-        num_taken = self._blocks.num_taken(request, hits)
-        hits = self._blocks.hits(first)
-        if self._spare(first, hits, owed + num_taken) < 0:
+        owed += self._blocks.num_taken(request, hits)
+        first_hits = self._blocks.hits(first)
+        if self._spare(first, first_hits, owed) < 0:
             return False
-        return self._has_room_later(first, hits, beside=request)
+        return self._has_room_later(first, first_hits, beside=(request, len(hits)))
 
     def _displacers(
         self, displacement: Displacement
@@ -257,22 +257,20 @@ class Fitting:
         request: Request,
         hits: list[int],
         victims: Iterable[Request] = (),
-        beside: Request | None = None,
+        beside: tuple[Request, int] | None = None,
     ) -> bool:
         """Whether a waiting request fits until it ends beside the running ones without victims.
 
         Args:
-            beside: another waiting request that would run, too.
+            beside: another waiting request that would run, too, and its cached blocks.
         """
         if self._peak is None:
             return True
         running = self._policy.running.in_order()
-        if beside is not None:
-            running.append(beside)
         if gone := set(victims):
             running = [one for one in running if one not in gone]
         num_usable = self._blocks.kv.num_usable
-        return self._peak.fits(self._limits, num_usable, running, request, len(hits))
+        return self._peak.fits(self._limits, num_usable, running, request, len(hits), beside)
 
     def _victims(
         self, request: Request, num_lacking: int, hits: list[int], below: Iterable[Request]
