@@ -63,24 +63,46 @@ class Door:
         return False
 
 
-def test_by_arrival_nobody_gives_way():
+def test_by_arrival_nobody_gives_way_to_the_same_tenant():
     door = Door()
     for number in range(SIZE):
         assert door.enter(f"a{number}") is None
-    assert door.is_refused("b1")
+    assert door.is_refused("a9")
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "deadline"])
+def test_no_tenant_keeps_others_out_of_the_queue(policy: str):
+    door = Door(policy)
+    for number in range(SIZE):
+        door.enter(f"a{number}")
+    assert door.enter("b1") == "a3"
+    assert door.enter("b2") == "a2"
+    assert door.is_refused("b3"), "they have as many"
+    assert door.enter("c1") == "b2"
+    assert door.enter("d1") == "a1"
+    assert door.is_refused("e1"), "all have one"
+
+
+def test_a_tenant_gets_its_place_from_the_least_urgent_of_the_one_with_the_most():
+    door = Door("priority")
+    for key, priority in (("a1", -3), ("a2", -1), ("a3", -2), ("b1", 5)):
+        door.enter(key, priority=priority)
+    assert door.enter("c1", priority=9) == "a2"
+    assert door.enter("a4", priority=0) == "c1", "with as many as others, the rank decides"
+    assert door.enter("a5", priority=0) == "b1"
 
 
 def test_by_priority_the_last_of_the_least_urgent_gives_way():
     door = Door("priority")
     for number, priority in enumerate([0, 5, 5, -1]):
         door.enter(f"a{number}", priority=priority)
-    assert door.is_refused("b0", priority=5)
-    assert door.enter("b1", priority=4) == "a2"
-    assert door.enter("b2", priority=-5) == "a1"
-    assert door.enter("b3", priority=-5) == "b1"
-    assert door.enter("b4", priority=-5) == "a0"
-    assert door.is_refused("b5", priority=-1)
-    assert door.enter("b6", priority=-2) == "a3"
+    assert door.is_refused("ab0", priority=5)
+    assert door.enter("ab1", priority=4) == "a2"
+    assert door.enter("ab2", priority=-5) == "a1"
+    assert door.enter("ab3", priority=-5) == "ab1"
+    assert door.enter("ab4", priority=-5) == "a0"
+    assert door.is_refused("ab5", priority=-1)
+    assert door.enter("ab6", priority=-2) == "a3"
 
 
 def test_whom_aging_has_brought_before_it_gives_way_to_nobody():
@@ -88,19 +110,19 @@ def test_whom_aging_has_brought_before_it_gives_way_to_nobody():
     for number in range(SIZE):
         door.enter(f"a{number}", priority=2)
     door.now += 10.0
-    assert door.enter("b1", priority=0) == "a3"
+    assert door.enter("ab1", priority=0) == "a3"
     door.now += 10.0
-    assert door.is_refused("b2", priority=0)
+    assert door.is_refused("ab2", priority=0)
 
 
 def test_by_deadlines_the_latest_gives_way_and_first_those_without_one():
     door = Door("deadline")
     for number, deadline_ms in enumerate([60_000, None, None, 10_000]):
         door.enter(f"a{number}", deadline_ms=deadline_ms)
-    assert door.is_refused("b0")
-    gone = [door.enter(f"b{number}", deadline_ms=1000) for number in range(SIZE)]
+    assert door.is_refused("ab0")
+    gone = [door.enter(f"ab{number}", deadline_ms=1000) for number in range(SIZE)]
     assert gone == ["a2", "a1", "a0", "a3"]
-    assert door.is_refused("b9", deadline_ms=2000)
+    assert door.is_refused("ab9", deadline_ms=2000)
 
 
 def test_with_another_engine_another_order_holds():
@@ -108,7 +130,7 @@ def test_with_another_engine_another_order_holds():
     for number in range(SIZE):
         door.enter(f"a{number}", priority=SIZE - number, deadline_ms=1000 * (number + 1))
     door.gate.follow(EngineArgs(model="echo", scheduling_policy="deadline"))
-    assert door.enter("b1", deadline_ms=10) == f"a{SIZE - 1}"
+    assert door.enter("ab1", deadline_ms=10) == f"a{SIZE - 1}"
 
 
 def test_with_shares_a_tenant_cannot_keep_others_out():
@@ -177,9 +199,9 @@ def test_one_that_gives_way_makes_room_for_a_prompt_that_is_no_longer():
     door = Door("priority", max_queue_tokens=100)
     door.enter("a1", num_tokens=60, priority=1)
     door.enter("a2", num_tokens=40, priority=2)
-    assert door.is_refused("b1", num_tokens=41)
-    assert door.is_refused("b1", num_tokens=10, priority=2)
-    assert door.enter("b1", num_tokens=40) == "a2"
+    assert door.is_refused("ab1", num_tokens=41)
+    assert door.is_refused("ab1", num_tokens=10, priority=2)
+    assert door.enter("ab1", num_tokens=40) == "a2"
 
 
 def test_who_gives_way_is_told_how_long_it_would_wait():

@@ -27,10 +27,11 @@ class SchedulerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     Attributes:
         engine_model: name of the Triton model that is the engine.
-        max_queue_size: most requests that may wait; further ones are refused. With the policies
-            "priority" and "deadline" the request that would be served last is refused instead, if
-            the new one comes before it. With `fair_share` it is the last request of the tenant with
-            the most waiting requests for its weight.
+        max_queue_size: most requests that may wait; further ones are refused. If the tenant of the
+            new one would still have fewer waiting requests than another tenant, with `fair_share`
+            for their weights, the last request of the tenant with the most is refused instead. With
+            the policies "priority" and "deadline" it may also be the request that would be served
+            last, if the new one comes before it.
         max_queue_tokens: most prompt tokens of the requests that wait for their first step. Beyond
             it a request is refused, as with `max_queue_size`; None sets no limit.
         max_queue_bytes: most bytes of all requests that wait or run, as they were received; further
