@@ -34,7 +34,9 @@ class Report:
             "about": self.about,
             "verdicts": [asdict(verdict) for verdict in verdicts(outcome)],
             "summary": {name: asdict(each) for name, each in outcome.summary().items()},
-            "faults": [asdict(fault) for fault in outcome.faults],
+            "faults": [
+                asdict(fault) | {"num_waited": len(fault.recovery)} for fault in outcome.faults
+            ],
             "requests": {
                 "answered": len(outcome.answers),
                 "tokens": sum(answer.num_tokens for answer in outcome.answers),
@@ -54,17 +56,17 @@ class Report:
 
 _FAULT_FIELDS = (
     *("number", "kind", "victim", "num_engines", "num_servers", "outage", "pause"),
-    *("at", "until"),  # which older records lack
+    *("at", "until", "num_waited"),  # which older records lack
 )
 
 
 def reduced(record: dict[str, Any]) -> dict[str, Any]:
     """A campaign's record without the samples that neither tables nor pictures are made of.
 
-    Kept of a fault is what `_FAULT_FIELDS` names, of its `recovery` the first and the last client,
-    and `hanging` where a request hung. Kept of the failed requests is each that counts against the
-    server: that no fault excuses, or that had wrong tokens. The others are counted, by way in and
-    error, as "excused".
+    Kept of a fault is what `_FAULT_FIELDS` names, of its `recovery` the first and the last client
+    (`num_waited` is the number of all), and `hanging` where a request hung. Kept of the failed
+    requests is each that counts against the server: that no fault excuses, or that had wrong
+    tokens. The others are counted, by way in and error, as "excused".
 
     Args:
         record: as `Report.as_json` collects it; one that is reduced already stays as it is.

@@ -384,7 +384,7 @@ def test_a_server_that_ends_in_the_middle_of_a_reload_comes_back_with_the_old_mo
     target.server.start()
     with contextlib.closing(Probe(target.server.http_url, "scheduler")) as probe:
         wait_serving(target.server, probe, START_TIMEOUT_S)
-    assert target.log.count("[engine] engine_reload_undone") == 1
+    assert len(events(target.log, "engine_reload_undone")) == 1
     assert not target.model_json.with_name("model.json.before").exists()
     assert finish(target.repository, start_streams(target.urls)) == undisturbed
     target.settle()

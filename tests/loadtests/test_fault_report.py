@@ -243,7 +243,7 @@ def test_of_excused_requests_only_their_number_is_recorded_and_of_recoveries_the
     seen = outcome(**faults, answers=answers)
     record = json.loads(json.dumps(Report(ABOUT, seen).as_json()))
     kills = [one for one in record["faults"] if one["kind"] == "kill-scheduler"]
-    assert kills[0]["recovery"] == [0.1, 0.3]
+    assert (kills[0]["recovery"], kills[0]["num_waited"]) == ([0.1, 0.3], 3)
     assert record["requests"]["answered"] == 4
     assert [one["equals"] for one in record["requests"]["failed"]] == [False]
     assert record["requests"]["excused"] == [

@@ -251,29 +251,22 @@ class Epoch:
             self._speculation.observe_step(step, seconds, result, self._stats.drafts)
         self._budget.observe(step, result, seconds, len(self._policy.running))
         num_tokens = step.num_tokens + step.num_drafts
-        self._share_out(step, result.seconds / num_tokens)
-        self._tell_observers(step, now)
+        self._share_out(step, result.seconds / num_tokens, now)
         self._prompt_time.note_step(
             num_tokens, step.num_prompt_tokens, step.num_pairs, result.seconds
         )
         if self._policy.deadlines is not None:
             self._policy.deadlines.note_step(result.seconds)
 
-    def _share_out(self, step: Step, seconds_per_token: float) -> None:
-        """Give each request its share of a step, by the tokens computed for it."""
+    def _share_out(self, step: Step, seconds_per_token: float, now: float) -> None:
+        """Give each request its share of a step, by its computed tokens, and tell its observer."""
         flops_per_token = self.limits.flops_per_token
-        for request, row in zip(step.requests, step.rows, strict=True):
-            request.engine_seconds += row.num_tokens * seconds_per_token
-            request.engine_flops += row.num_tokens * flops_per_token
-        for place, draft in step.drafts.items():
-            request = step.requests[place]
-            request.engine_seconds += draft.num_drafts * seconds_per_token
-            request.engine_flops += draft.num_drafts * flops_per_token
-
-    def _tell_observers(self, step: Step, now: float) -> None:
-        for place, request in enumerate(step.requests):
+        began_at = max(step.planned_at, self._applied_at)
+        drafts = step.drafts
+        for place, (request, row) in enumerate(zip(step.requests, step.rows, strict=True)):
+            num_drafts = drafts[place].num_drafts if place in drafts else 0
+            num_computed = row.num_tokens + num_drafts
+            request.engine_seconds += num_computed * seconds_per_token
+            request.engine_flops += num_computed * flops_per_token
             if (observer := request.group.observer) is not None:
-                num_drafts = step.drafts[place].num_drafts if place in step.drafts else 0
-                began_at = max(step.planned_at, self._applied_at)
-                num_tokens = step.rows[place].num_tokens
-                observer.on_step(request, num_tokens, num_drafts, began_at, now)
+                observer.on_step(request, row.num_tokens, num_drafts, began_at, now)
