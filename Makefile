@@ -23,7 +23,7 @@ MIN_GLIBC_MINOR := 35
 # A process that dies ends the run: its tests would run again, and xdist may wait for ever.
 TESTS := $(BIN)/python tests/run.py --numprocesses 3 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder --durations 20 --durations-min 8
 
-.PHONY: help setup demo serve test test-long test-page observe-test gateway-clients gateway-fuzz dashboards dashboards-picture check interface bench bench-peers bench-speculation bench-overlap bench-observing bench-attention bench-front bench-prompt bench-control bench-stall bench-flood bench-simulator bench-policies bench-cache bench-prefix bench-samples bench-kv bench-parallel bench-faults bench-endurance bench-metrics bench-gateway bench-hostile clean
+.PHONY: help setup demo serve test test-long test-page observe-test gateway-clients gateway-fuzz dashboards dashboards-picture check interface bench bench-peers bench-speculation bench-overlap bench-gap bench-observing bench-attention bench-front bench-prompt bench-control bench-stall bench-flood bench-simulator bench-policies bench-cache bench-prefix bench-samples bench-kv bench-parallel bench-faults bench-endurance bench-metrics bench-gateway bench-hostile clean
 
 help:
 	@echo "make setup   create $(VENV) with everything (pinned by constraints.txt)"
@@ -43,6 +43,7 @@ help:
 	@echo "make bench-speculation   measure what speculative decoding gains and costs; arguments in ARGS"
 	@echo "make bench-observing   measure what it costs to read metrics and to trace requests; arguments in ARGS"
 	@echo "make bench-overlap   measure what steps that overlap are worth behind Triton; arguments in ARGS"
+	@echo "make bench-gap   measure what lies between the passes of two steps in the engine; arguments in ARGS"
 	@echo "make bench-attention  measure attention over pages beside what the machine reads and multiplies; arguments in ARGS"
 	@echo "make bench-front   measure what a prompt's first token costs beside the engine's step; arguments in ARGS"
 	@echo "make bench-prompt   measure what grows with a prompt's length, beside its steps: time and memory; arguments in ARGS"
@@ -172,6 +173,9 @@ bench-observing: $(KERNELS)
 
 bench-overlap: $(KERNELS)
 	@$(BIN)/python loadtests/overlap_bench.py $(ARGS)
+
+bench-gap: $(KERNELS)
+	@$(BIN)/python loadtests/gap_bench.py $(ARGS)
 
 bench-attention: $(KERNELS)
 	@$(BIN)/python loadtests/attention_bench.py $(ARGS)
