@@ -2,7 +2,10 @@
 
 import os
 import signal
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 
 from charonia.core.recording.recorder import REQUESTS, STEPS
@@ -15,6 +18,7 @@ from support.long import long
 
 PROMPT = "a sentence that nobody may find again " * 10
 NUM_REQUESTS = 8
+RUN_S, NUM_CLIENTS, NUM_KILLS = 150, 16, 3
 
 
 @long
@@ -45,8 +49,8 @@ def test_a_servers_record_can_be_simulated(small_checkpoint, tmp_path: Path, cap
 
 
 @long
-def test_a_servers_schedule_can_be_replayed(small_checkpoint, tmp_path: Path, capsys):
-    """Requests of all kinds, a KV cache that is short, drafts, departures and a dead engine."""
+def test_a_servers_schedule_of_minutes_can_be_replayed(small_checkpoint, tmp_path: Path, capsys):
+    """Requests of all kinds, a KV cache that is short, drafts, departures and dead engines."""
     settings = (
         ONE_THREAD,
         "num_gpu_blocks_override=60",
@@ -60,19 +64,32 @@ def test_a_servers_schedule_can_be_replayed(small_checkpoint, tmp_path: Path, ca
     with (
         one_torch_thread(),
         running_server(model=small_checkpoint, settings=settings) as server,
-        ThreadPoolExecutor(16) as threads,
+        ThreadPoolExecutor(NUM_CLIENTS) as threads,
         Client(server.grpc_url) as client,
     ):
-        requests = [threads.submit(_use, client, number) for number in range(120)]
-        wait_for(lambda: sum(one.done() for one in requests), lambda num: num >= 40)
-        (engine,) = server.pids("engine")
-        os.kill(engine, signal.SIGKILL)
-        for request in requests:
-            request.result()
+        numbers, ends_at = count(), time.monotonic() + RUN_S
+        clients = [threads.submit(_use_until, client, numbers, ends_at) for _ in range(NUM_CLIENTS)]
+        for _ in range(NUM_KILLS):
+            time.sleep(RUN_S / (NUM_KILLS + 1))
+            (engine,) = server.pids("engine")
+            os.kill(engine, signal.SIGKILL)
+        num_requests = sum(one.result() for one in clients)
     (journal,) = (tmp_path / "record").glob("*.journal")
     assert b"sentence" not in journal.read_bytes()
     assert main(["replay", str(journal)]) == 0
-    assert "all plans are equal" in capsys.readouterr().out
+    replayed = capsys.readouterr().out
+    print(num_requests, "requests,", journal.stat().st_size, "bytes:", replayed)
+    assert "all plans are equal" in replayed
+    assert num_requests > 10 * NUM_CLIENTS
+
+
+def _use_until(client: Client, numbers: Iterator[int], ends_at: float) -> int:
+    """Send requests until then; return how many there were."""
+    num_requests = 0
+    while time.monotonic() < ends_at:
+        _use(client, next(numbers))
+        num_requests += 1
+    return num_requests
 
 
 def _use(client: Client, number: int) -> None:
