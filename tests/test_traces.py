@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from charonia.errors import ConfigError
-from charonia.protocol import INT32_MAX, MAX_CHARACTERS
+from charonia.protocol import INT32_MAX, MAX_CHARACTERS, SamplingParams
 from charonia.traces import (
     StepRecord,
     TraceRequest,
@@ -63,8 +63,8 @@ def test_keys_of_others_are_ignored(tmp_path):
             "<= 2147483647",
         ),
         (
-            '{"timestamp": 1, "input_length": 1, "output_length": 1, "deadline_ms": 2147483649}',
-            "<= 2147483648",
+            '{"timestamp": 1, "input_length": 1, "output_length": 1, "deadline_ms": 2147483648}',
+            "<= 2147483647",
         ),
         ("[" * 100_000, ""),
         ("\udcff\n", ""),
@@ -96,8 +96,11 @@ def test_a_last_line_needs_no_end(tmp_path):
 
 
 def test_what_a_request_may_have_a_trace_may_have(tmp_path):
+    most = SamplingParams(
+        tenant="x" * MAX_CHARACTERS["tenant"], priority=INT32_MAX, deadline_ms=INT32_MAX
+    )
     written = [
-        request(tenant="x" * MAX_CHARACTERS["tenant"], priority=INT32_MAX, deadline_ms=2**31),
+        request(tenant=most.tenant, priority=most.priority, deadline_ms=most.deadline_ms),
         request(priority=-INT32_MAX),
     ]
     write_requests(tmp_path / "trace.jsonl", written)

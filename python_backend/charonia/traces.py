@@ -58,7 +58,7 @@ class TraceRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     max_tokens: _Length = 0
     tenant: Annotated[str, msgspec.Meta(max_length=256)] = ""
     priority: Annotated[int, msgspec.Meta(ge=-_MAX_INTEGER, le=_MAX_INTEGER)] = 0
-    deadline_ms: Annotated[int, msgspec.Meta(ge=0, le=_MAX_INTEGER + 1)] = 0
+    deadline_ms: Annotated[int, msgspec.Meta(ge=0, le=_MAX_INTEGER)] = 0
     outcome: str = ""
     intake_ms: float | None = None
     queue_ms: float | None = None

@@ -6,7 +6,7 @@ import pytest
 
 from charonia.core.admission import GenerationRequest, seeds_of
 from charonia.core.output.outputs import Chunk
-from charonia.errors import InvalidRequestError
+from charonia.errors import InvalidRequestError, NotSupportedError
 from charonia.metrics.metrics import Metrics
 from charonia.protocol import MemoryReport, SamplingParams
 from core.bench import Bench, expected
@@ -146,6 +146,30 @@ def test_what_cannot_be_served_is_refused_by_name(changes, message):
     request = GenerationRequest(**({"key": "a", "prompt_ids": [1]} | changes))
     with pytest.raises(InvalidRequestError, match=message):
         Bench().core.check(request)
+
+
+@pytest.mark.parametrize(
+    ("scheduling_policy", "order"), [("fcfs", "arrival"), ("deadline", "deadlines")]
+)
+def test_a_priority_is_refused_where_another_order_serves_and_the_text_names_it(
+    scheduling_policy, order
+):
+    bench = Bench(scheduling_policy=scheduling_policy)
+    refused = GenerationRequest(key="a", prompt_ids=[1], params=SamplingParams(priority=-2))
+    with pytest.raises(NotSupportedError) as caught:
+        bench.core.check(refused)
+    assert str(caught.value) == (
+        f"priority = -2 has no effect with scheduling_policy '{scheduling_policy}', which serves"
+        f" requests in the order of their {order}; leave it out, or have the engine loaded with"
+        ' scheduling_policy "priority"'
+    )
+    in_time = SamplingParams(priority=0, deadline_ms=500)
+    bench.core.check(GenerationRequest(key="a", prompt_ids=[1], params=in_time))
+
+
+def test_a_priority_is_accepted_where_it_is_the_order():
+    request = GenerationRequest(key="a", prompt_ids=[1], params=SamplingParams(priority=-2))
+    Bench(scheduling_policy="priority").core.check(request)
 
 
 def test_seeds_of_64_bits_are_taken_as_they_are_and_missing_ones_are_drawn():
