@@ -67,7 +67,7 @@ def test_other_lines_are_no_events(line):
         (event("engine_back", seconds=2.0), "info"),
         (debug_event("request_received", tokens=3), "debug"),
         ("warning: it is slow", "warning"),
-        ("error: a request failed: Traceback", "error"),
+        ("error: metrics could not be exported: Traceback", "error"),
         ("serving", "info"),
         ("it said warning: no", "info"),
         (event("a", reason="b level=error"), "info"),

@@ -15,6 +15,7 @@ import json
 import re
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import Literal
 
@@ -41,6 +42,11 @@ def event(name: str, /, **fields: object) -> str:
 def error_event(name: str, /, **fields: object) -> str:
     """As `event`, for requests that failed, or something that was lost."""
     return event(name, level="error", **fields)
+
+
+def exception_event(name: str, /, **fields: object) -> str:
+    """As `error_event`, with the traceback of the exception that is being handled."""
+    return error_event(name, **fields, traceback=traceback.format_exc())
 
 
 def warning_event(name: str, /, **fields: object) -> str:

@@ -66,7 +66,8 @@ def test_what_was_promised_is_met_or_missed(path, end, found):
     metrics = Metrics()
     attainment = Attainment(Tenants(path, log=print), metrics)
     end = {"tenant": "search", "reason": "length"} | end
-    attainment.note_end(RequestEnd(queue_s=1.0, total_s=2.0, num_prompt=3, num_tokens=4, **end))
+    sizes = {"num_prompt": 3, "num_tokens": 4, "n": 1}
+    attainment.note_end(RequestEnd(queue_s=1.0, total_s=2.0, **sizes, **end))
     assert counts(metrics) == found
     assert metrics.counters["charonia_finished_total", end["reason"]] == 1
 

@@ -6,6 +6,7 @@ import pytest
 
 from charonia.metrics.metric_table import PHASES
 from charonia.metrics.metrics import MAX_UNDRAINED, Metrics
+from core.answer_bench import AnswerBench
 from core.bench import FIXED, Bench, expected
 from support.echo import EchoExecutor
 
@@ -25,6 +26,19 @@ def test_the_metrics_add_up():
     assert drained["request_generation_tokens"] == [10, 10]
     assert len(drained["charonia_time_to_first_token_seconds"]) == 2
     assert metrics.drain() == {}
+
+
+@pytest.mark.parametrize("makes", [Bench, AnswerBench])
+def test_a_request_for_several_samples_counts_with_their_number(makes):
+    """`best_of` is not what a client gets, and the answer that is kept counts as the computed."""
+    bench = makes(EchoExecutor(num_blocks=128))
+    ask = bench.ask if makes is AnswerBench else bench.add
+    for key in "ab":
+        ask(key, n=3, max_tokens=4)
+        bench.run()
+    ask("c", n=2, best_of=4, max_tokens=4)
+    bench.run()
+    assert bench.core.metrics.drain()["request_params_n"] == [3, 3, 2]
 
 
 class TickingBench(Bench):

@@ -610,6 +610,11 @@ def test_vllms_names_add_up_as_well(narrow_server: TritonServer) -> None:
     assert rise("vllm:request_prompt_tokens_sum") == 3 * 20
     assert rise("vllm:request_generation_tokens_sum") == 3 * 5
     assert rise("vllm:request_params_n_sum") == 3
+    watched = Watched(server)
+    infer_grpc(server, request_inputs([8] * 20, {"max_tokens": 5, "n": 3}))
+    watched.settle()
+    assert watched.rise("vllm:request_params_n_count") == 1
+    assert watched.rise("vllm:request_params_n_sum") == 3
 
 
 def check_what_an_endpoint_picker_reads(samples: dict[str, float]) -> None:

@@ -1,5 +1,6 @@
 """API keys: who has none is refused, and a key's tenant is that of its requests."""
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,14 @@ import openai as sdk
 import pytest
 
 from charonia.errors import ConfigError
+from charonia.events import parse_event
 from charonia.gateway import routes
 from charonia.gateway.errors import ApiError
 from charonia.gateway.keys import Keys
 from charonia.launch.server.tritonserver import TritonServer
 from support.gateway import Gateway, running_gateway
 
+NUMBERS = itertools.count()
 TENANTS, FREE = "sk-of-a-team", "sk-of-whoever"
 FILE = f"# whoever calls\n\n{TENANTS} team a\n{FREE}\n"
 
@@ -75,6 +78,31 @@ def test_requests_are_of_the_tenant_of_their_key(keyed: Gateway) -> None:
     assert ask(keyed, "/v1/generate", FREE, **named).status_code == 200
     assert num_cached(TENANTS, prompt=named["prompt_tokens"]) > 0
     assert keyed.wait_line(" request ", 'tenant="team a"', "status=200")
+
+
+@pytest.mark.parametrize(
+    ("path", "key", "body", "tenant"),
+    [
+        ("/v1/generate", FREE, {"prompt": "x", "tenant": "named"}, "named"),
+        ("/v1/generate", FREE, {"prompt": "x", "tenant": "named", "model": "none"}, "named"),
+        ("/v1/generate", FREE, {"prompt": "x", "tenant": "named", "stream": True}, "named"),
+        ("/v1/generate", FREE, {"prompt": "x", "tenant": 300 * "n"}, 256 * "n"),
+        ("/v1/generate", FREE, {"prompt": "x"}, None),
+        ("/v1/generate", TENANTS, {"prompt": "x", "tenant": "named"}, "team a"),
+        ("/v1/batch", FREE, {"requests": [{"prompt": "x", "tenant": "named"}] * 2}, "named"),
+        ("/v1/batch", FREE, {"requests": [{"prompt": "x", "tenant": one} for one in "ab"]}, None),
+        ("/v1/completions", TENANTS, {"prompt": "x"}, "team a"),
+    ],
+)
+def test_the_line_of_a_request_has_its_tenant_whether_a_key_or_the_body_names_it(
+    keyed: Gateway, path: str, key: str, body: dict[str, Any], tenant: str | None
+) -> None:
+    name = f"line-{next(NUMBERS)}"
+    headers = {"authorization": f"Bearer {key}", "x-request-id": name}
+    keyed.http.post(path, json=body, headers=headers)
+    found = parse_event(keyed.wait_line(f"request_id={name}").partition("charonia: ")[2])
+    assert found is not None
+    assert found[1].get("tenant") == tenant
 
 
 def test_a_key_is_not_for_another_tenant(keyed: Gateway) -> None:

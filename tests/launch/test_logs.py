@@ -152,7 +152,7 @@ def test_a_line_is_an_object_of_what_it_says(line: str, expected: dict[str, Any]
         (EXIT_TIMEOUT, "error"),
         (EXIT_TIMEOUT.replace("E1121", "W1121"), "warning"),
         (EXIT_TIMEOUT.replace("E1121", "F1121"), "error"),
-        ("[scheduler] error: a request failed: Traceback", "error"),
+        ("[scheduler] error: metrics could not be exported: Traceback", "error"),
         ("charonia: warning: no more", "warning"),
         ("charonia: it said warning: no", "info"),
         ("Signal (6) received.", "error"),

@@ -26,11 +26,13 @@ from charonia.errors import (
 )
 from charonia.events import Log, level_of, parse_event
 from charonia.protocol import EngineInfo
+from charonia.serving.requests import intake
 from charonia.serving.requests.cancellations import MAX_NAMES, Cancellations
 from charonia.serving.requests.intake import Intake, Pipeline
 from charonia.serving.requests.quota import Quota
 from charonia.serving.requests.raw_request import RawRequest
 from charonia.serving.requests.sessions import Sessions
+from charonia.serving.requests.tensors import INTERNAL_ERROR
 from charonia.serving.requests.tokenizing import INLINE_CHARACTERS, Tokenizing
 from charonia.text.tokenizer import Tokenizer
 from support.calls import SEALER
@@ -39,6 +41,8 @@ from support.echo import EchoExecutor
 from support.waiting import WAIT_S, eventually
 
 LONG = "x" * (INLINE_CHARACTERS + 1)
+TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
+CONTEXT = f"00-{TRACE_ID}-00f067aa0ba902b7-01"
 
 
 class Gated(Tokenizer):
@@ -113,12 +117,19 @@ class Bench:
         *,
         request_id: str = "",
         flags: Mapping[str, Any] = {},
+        traceparent: str | None = None,
         **parameters: Any,
     ) -> Any:
         """Take a request in; its responder."""
         responder = self.new_responder()
         tensors = {"text_input": np.array([text.encode()], dtype=object), **flags}
-        raw = RawRequest(tensors, parameters, request_id=request_id, num_bytes=len(text))
+        raw = RawRequest(
+            tensors,
+            parameters,
+            request_id=request_id,
+            num_bytes=len(text),
+            traceparent=traceparent,
+        )
         self.intake.take(lambda: raw, responder)
         return responder
 
@@ -416,18 +427,59 @@ def test_the_life_of_a_request_is_in_the_log_under_its_names_and_without_its_pro
 
 
 def test_each_line_of_a_request_has_the_id_of_its_trace(bench: Bench) -> None:
-    trace_id = "4bf92f3577b34da6a3ce929d0e0e4736"
-    context = f"00-{trace_id}-00f067aa0ba902b7-01"
     tensors = {"text_input": np.array([b"short"], dtype=object)}
     responders = [bench.new_responder() for _ in range(2)]
     for responder, max_tokens in zip(responders, (1, 0), strict=True):
-        raw = RawRequest(tensors, {"max_tokens": max_tokens}, traceparent=context)
+        raw = RawRequest(tensors, {"max_tokens": max_tokens}, traceparent=CONTEXT)
         bench.intake.take(lambda raw=raw: raw, responder)
     text_of(responders[0])
     error_of(responders[1])
     found = fields_of(bench.requests)
     assert {name for name, _ in found} >= {"request_received", "request_refused", "request_ended"}
-    assert {one["trace_id"] for _, one in found} == {trace_id}
+    assert {one["trace_id"] for _, one in found} == {TRACE_ID}
+
+
+@pytest.mark.parametrize("text", ["short", LONG])
+def test_a_request_that_fails_is_in_the_log_under_its_names(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    """Once it is read, or once it is tokenized in another thread."""
+
+    def fail(*arguments: Any) -> None:
+        raise OSError("no such thing")
+
+    monkeypatch.setattr(bench.service, "submit", fail)
+    bench.tokenizer.may_go_on.set()
+    error = error_of(bench.take(text, request_id="7", tenant="t", traceparent=CONTEXT))
+    assert str(error) == INTERNAL_ERROR
+    (found,) = filter(None, map(parse_event, bench.log))
+    name, fields = found
+    names = {"request_id": "7", "tenant": "t", "trace_id": TRACE_ID}
+    assert (name, fields["level"]) == ("request_failed", "error")
+    assert fields.items() >= names.items()
+    assert "no such thing" in fields["traceback"]
+
+
+def test_so_is_one_that_cannot_be_understood(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise OSError("no such thing")
+
+    monkeypatch.setattr(intake, "parse", fail)
+    assert str(error_of(bench.take("short", request_id="7", tenant="t"))) == INTERNAL_ERROR
+    ((name, fields),) = filter(None, map(parse_event, bench.log))
+    assert (name, fields["request_id"], fields["tenant"]) == ("request_failed", "7", "t")
+
+
+def test_a_prompt_that_cannot_be_tokenized_is_in_the_log_under_the_names_of_its_request(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise OSError("no such thing")
+
+    monkeypatch.setattr(bench.tokenizer, "encode", fail)
+    assert str(error_of(bench.take(request_id="7", tenant="t"))) == INTERNAL_ERROR
+    ((name, fields),) = filter(None, map(parse_event, bench.log))
+    assert (name, fields["request_id"], fields["tenant"]) == ("prompt_not_tokenized", "7", "t")
 
 
 def test_a_refused_request_is_in_the_log_with_the_reason(bench: Bench) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from charonia.events import parse_event
 from charonia.serving.hosts import postprocessor as postprocessor_host
 from charonia.serving.hosts.postprocessor import PostprocessorHost
 from support.pb_utils import PbUtils, request_of
@@ -54,6 +55,22 @@ def test_every_chunk_is_handed_on_and_reported(
         assert hand_on(key) == {"text_output": [b"a"]}
         assert scheduler.delivered.get(timeout=WAIT_S) == (key, number)
     assert pb_utils.num_calls == 1, "one connection is enough"
+
+
+def test_a_chunk_that_cannot_be_handed_on_is_in_the_log_under_the_name_of_its_request(
+    pb_utils: PbUtils, tmp_path: Path, log: list[str]
+) -> None:
+    def fail() -> Any:
+        raise OSError("no such thing")
+
+    host = PostprocessorHost(pb_utils, "scheduler", tmp_path, log=log.append)
+    request: Any = request_of()
+    request.request_id, request.inputs = lambda: "7", fail
+    (response,) = host.execute([request])
+    assert "internal error" in response.error().message()
+    ((name, fields),) = filter(None, map(parse_event, log))
+    assert (name, fields["request_id"]) == ("request_failed", "7")
+    assert "no such thing" in fields["traceback"]
 
 
 def test_one_that_ends_in_order_has_lost_nothing(

@@ -16,6 +16,7 @@ from charonia.errors import (
     ShuttingDownError,
     UnavailableError,
 )
+from charonia.events import parse_event
 from charonia.serving.hosts.proxy import LOST, ProxyHost
 from charonia.serving.messages.relay_client import SchedulerClient
 from charonia.serving.messages.relay_server import RelayedResponder
@@ -316,10 +317,17 @@ def quota() -> Quota:
 
 
 @pytest.fixture
+def log() -> list[str]:
+    return []
+
+
+@pytest.fixture
 def pair_host(
-    pb_utils: PbUtils, scheduler: SchedulerEnd, tmp_path: Path, quota: Quota
+    pb_utils: PbUtils, scheduler: SchedulerEnd, tmp_path: Path, quota: Quota, log: list[str]
 ) -> Iterator[ProxyHost]:
-    host = new_proxy(pb_utils, tmp_path, quota, is_decoupled=True, convention=Pair())
+    host = new_proxy(
+        pb_utils, tmp_path, quota, is_decoupled=True, convention=Pair(), log=log.append
+    )
     yield host
     host.finalize()
 
@@ -385,9 +393,10 @@ def test_a_client_that_goes_away_cancels_all_its_parts_and_is_told_nothing(
 
 
 def test_an_answer_that_cannot_be_made_is_an_error_and_no_end(
-    scheduler: SchedulerEnd, pair_host: ProxyHost, quota: Quota
+    scheduler: SchedulerEnd, pair_host: ProxyHost, quota: Quota, log: list[str]
 ) -> None:
     request = text_request()
+    request.id, request.parameters_json = "7", '{"tenant": "t"}'
     pair_host.execute([request])
     parts = [scheduler.next(), scheduler.next()]
     parts[0][2].send({"no_such_output": ["a"]}, is_final=False)
@@ -398,6 +407,8 @@ def test_an_answer_that_cannot_be_made_is_an_error_and_no_end(
     assert request.sender.ended.wait(WAIT_S)
     (said,) = sent_to(request, 1)
     assert "internal error" in said
+    ((name, fields),) = filter(None, map(parse_event, log))
+    assert (name, fields["request_id"], fields["tenant"]) == ("response_not_passed_on", "7", "t")
     eventually(lambda: quota.held == (0, 0))
 
 

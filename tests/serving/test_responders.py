@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from charonia.errors import RequestCancelledError, UnavailableError
+from charonia.events import parse_event
 from charonia.serving.requests.responders import (
     CancellationPoller,
     TritonResponder,
@@ -116,7 +117,31 @@ def test_what_cannot_even_be_refused_is_logged_and_raises_nothing(
     log: list[str] = []
     with failing_with_errors(responder, log.append):
         raise UnavailableError("no")
+    assert log[0].startswith("error_not_sent level=error ")
     assert "no such response" in log[0]
+
+
+def test_what_fails_is_logged_under_the_names_that_are_known_of_its_request(
+    responder: TritonResponder, sender: Sender
+) -> None:
+    log: list[str] = []
+    with failing_with_errors(responder, log.append, {"request_id": "7", "tenant": None}) as known:
+        known["trace_id"] = "abc"
+        raise OSError("at /usr/lib/x.py")
+    assert [message.error().message() for message, _ in sender.sent] == [
+        "internal error; the server's log has the details [charonia:internal]"
+    ]
+    (line,) = log
+    parsed = parse_event(line)
+    assert parsed is not None
+    name, fields = parsed
+    traceback = fields.pop("traceback")
+    assert (name, fields) == (
+        "request_failed",
+        {"level": "error", "request_id": "7", "trace_id": "abc"},
+    )
+    assert traceback.startswith("Traceback")
+    assert "OSError: at /usr/lib/x.py" in traceback
 
 
 def test_a_poller_that_is_closed_in_the_moment_it_turns_idle_ends() -> None:

@@ -94,6 +94,7 @@ def test_what_an_encoder_raises_is_its_requests_error(bench: Bench) -> None:
     assert str(bench.outcome("refused")) == "too long"
     assert str(bench.outcome("failed")) == "internal error; the server's log has the details"
     assert bench.outcome("fine") == [1]
+    assert bench.log[0].startswith("prompt_not_tokenized level=error ")
     assert "OSError" in bench.log[0]
 
 

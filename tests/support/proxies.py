@@ -1,5 +1,6 @@
 """A proxy on the double of `pb_utils`, whose scheduler is the test's own."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ def new_proxy(
     *,
     is_decoupled: bool,
     convention: Convention | None = None,
+    log: Callable[[str], None] = lambda line: None,
 ) -> ProxyHost:
     return ProxyHost(
         pb_utils,
@@ -27,7 +29,7 @@ def new_proxy(
         quota,
         convention or PlainConvention(is_decoupled=is_decoupled),
         is_decoupled=is_decoupled,
-        log=lambda line: None,
+        log=log,
     )
 
 

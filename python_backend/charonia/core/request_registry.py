@@ -28,6 +28,7 @@ class LiveRequest:
     Attributes:
         key, tenant, is_probe, is_shared, log_fields: as in `GenerationRequest`.
         arrived_at: its arrival, in seconds. num_prompt: tokens of its prompt.
+        n: completions that it asked for.
         has_deadline: whether it has a `deadline_ms`.
         held: the client's request, while it waits to be placed; then None.
         cancelled: samples that its client cancelled while it was held.
@@ -40,6 +41,7 @@ class LiveRequest:
     is_shared: bool
     arrived_at: float
     num_prompt: int
+    n: int
     has_deadline: bool
     log_fields: Mapping[str, str | None]
     held: GenerationRequest | None
@@ -56,6 +58,7 @@ class LiveRequest:
             is_shared=request.is_shared,
             arrived_at=arrived_at,
             num_prompt=len(request.prompt_ids),
+            n=request.params.n,
             has_deadline=request.params.deadline_ms is not None,
             log_fields=request.log_fields,
             held=request,
@@ -232,6 +235,7 @@ class RequestRegistry:
                 total_s=now - live.arrived_at,
                 num_prompt=live.num_prompt,
                 num_tokens=num_tokens,
+                n=live.n,
                 first_token_s=None if streams is None else streams.first_token_s,
                 inter_token_s=None if streams is None else streams.inter_token_s,
                 has_deadline=live.has_deadline,

@@ -105,7 +105,7 @@ class Keyed:
         if scope["type"] == "http" and not self._is_free(scope["path"]):
             given = Headers(scope=scope).get("authorization", "")
             try:
-                record_of(scope).tenant = self._keys.tenant_of(given)
+                record_of(scope).key_tenant = self._keys.tenant_of(given)
             except ApiError as error:
                 app = self._refuse(scope, error)
         await app(scope, receive, send)

@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from charonia.events import Log, debug_event, event, request_fields, warning_event
 from charonia.gateway.connections import abort
 from charonia.gateway.figures import Figures
+from charonia.protocol.sampling_params import MAX_CHARACTERS
 from charonia.tracing.traceparent import parse_traceparent, trace_id_of
 
 _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
@@ -32,6 +33,8 @@ _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.
 UNKNOWN_ROUTE = "other"
 MAX_PATH = 200
 """Limit for a path in the log, in characters."""
+MAX_TENANT = MAX_CHARACTERS["tenant"]
+"""Limit for a tenant in the log, in characters; one that is longer is refused by the scheduler."""
 MAX_REASON = 500
 """Limit for a reason in the log, in characters."""
 
@@ -134,7 +137,9 @@ class Record:
         started_at: on the monotonic clock. status: None until an answer begins.
         reason: why it ended early, or why an entry of its batch failed first; None without either.
         num_entries: entries of its batch that were answered. num_failed: those with an error.
-        tenant: that of its API key. fallback: the model that was asked instead of the one that is
+        key_tenant: the tenant of its API key. named_tenant: the tenant that its body names; of a
+            batch, the one that all entries name.
+        fallback: the model that was asked instead of the one that is
             served.
         trace_id: of its trace; None if it came without and is not traced here.
         traceparent: W3C trace context of what is asked for it; None if it is not traced.
@@ -150,10 +155,16 @@ class Record:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     first_token_s: float | None = None
-    tenant: str | None = None
+    key_tenant: str | None = None
+    named_tenant: str | None = None
     fallback: str | None = None
     trace_id: str | None = None
     traceparent: str | None = None
+
+    @property
+    def tenant(self) -> str | None:
+        """The tenant that it counts for, or is refused for; None if it names none."""
+        return self.key_tenant or (self.named_tenant or "")[:MAX_TENANT] or None
 
     @property
     def log_fields(self) -> dict[str, str | None]:

@@ -366,9 +366,7 @@ VLLM_METRICS = {
         "Tokens generated for a request.", _TOKENS, shows="request_generation_tokens"
     ),
     "vllm:request_params_n": _histogram(
-        "Completions requested by a request, which is always one.",
-        _COUNTS,
-        shows="request_params_n",
+        "Completions that a request asked for.", _COUNTS, shows="request_params_n"
     ),
 }
 """Metrics by vLLM's names, with the scheduler's REPORT_CUSTOM_METRICS."""

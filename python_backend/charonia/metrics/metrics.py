@@ -101,20 +101,27 @@ class Metrics:
         self.counters["charonia_step_phase_seconds_total", phase] += max(seconds, 0.0)
 
     def count_end(
-        self, reason: str, *, queue_s: float, total_s: float, num_prompt: int, num_tokens: int
+        self,
+        reason: str,
+        *,
+        queue_s: float,
+        total_s: float,
+        num_prompt: int,
+        num_tokens: int,
+        n: int,
     ) -> None:
         """Count a request that is over.
 
         Args:
             queue_s: until its first step, or its end. total_s: from its arrival on.
-            num_tokens: generated tokens.
+            num_tokens: generated tokens. n: completions that it asked for.
         """
         self.count("charonia_finished_total", label=reason)
         self.observe_request("charonia_queue_seconds", queue_s)
         self.observe_request("charonia_request_seconds", total_s)
         self.observe_request("request_prompt_tokens", num_prompt)
         self.observe_request("request_generation_tokens", num_tokens)
-        self.observe_request("request_params_n", 1)
+        self.observe_request("request_params_n", n)
 
     def show_scheduler(self, scheduler: Scheduler) -> None:
         """Take over the control plane's counts, and how its blocks are used."""

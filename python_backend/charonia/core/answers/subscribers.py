@@ -90,6 +90,7 @@ class Subscribers:
                 total_s=now - subscriber.arrived_at,
                 num_prompt=len(request.prompt_ids),
                 num_tokens=sum(subscriber.num_tokens),
+                n=request.params.n,
                 first_token_s=subscriber.first_token_s,
                 inter_token_s=subscriber.inter_token_s,
                 has_deadline=request.params.deadline_ms is not None,

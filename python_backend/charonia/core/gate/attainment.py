@@ -25,6 +25,7 @@ class RequestEnd:
         reason: "stop", "length", or the kind of its error.
         queue_s: seconds from its arrival to its first step, or its end. total_s: to its end.
         num_prompt: tokens of its prompt. num_tokens: generated tokens of all samples.
+        n: completions that it asked for.
         first_token_s: from its arrival to its first token; None without one.
         inter_token_s: mean time between its tokens; None with fewer than two.
         has_deadline: whether it had a `deadline_ms`.
@@ -36,6 +37,7 @@ class RequestEnd:
     total_s: float
     num_prompt: int
     num_tokens: int
+    n: int
     first_token_s: float | None = None
     inter_token_s: float | None = None
     has_deadline: bool = False
@@ -56,6 +58,7 @@ class Attainment:
             total_s=end.total_s,
             num_prompt=end.num_prompt,
             num_tokens=end.num_tokens,
+            n=end.n,
         )
         args, label = self._tenants.of(end.tenant), self._tenants.label_of(end.tenant)
         self._metrics.count("charonia_tenant_requests_total", 1, label)

@@ -32,7 +32,9 @@ async def chat(serving: Serving, record: Record, body: bytes, reply: Reply) -> N
     request.check()
     model = serving.check_model(request.model)
     prompt = await render(serving, request)
-    generation = serving.generation(record.request_id, [prompt], request.sampling(), record.tenant)
+    generation = serving.generation(
+        record.request_id, [prompt], request.sampling(), record.key_tenant
+    )
     form = ChatForm(Spelling(serving.prompts.tokenizer), request, record.request_id, model)
     await answer(serving, request, generation, form, record, reply)
 

@@ -34,7 +34,7 @@ async def complete(serving: Serving, record: Record, body: bytes, reply: Reply) 
         record.request_id,
         prompts,
         request.sampling(),
-        record.tenant,
+        record.key_tenant,
         hides=request.wants_prompt_alone,
     )
     form = TextForm(Spelling(serving.prompts.tokenizer), request, prompts, record.request_id, model)

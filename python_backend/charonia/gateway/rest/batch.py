@@ -31,6 +31,7 @@ from charonia_client import CharoniaClientError
 async def batch(serving: Serving, record: Record, body: bytes, reply: Reply) -> None:
     """Answer a request. Raises what `Work` turns into an answer."""
     request, entries = await serving.prompts.run(len(body), lambda: _read(serving, body))
+    record.named_tenant = _tenant_of(entries)
     ids = [f"{record.request_id}-{index}" for index in range(len(entries))]
 
     async def respond(index: int) -> GenerateAnswer | Failure:
@@ -73,6 +74,12 @@ def _read_entry(entry: Any, index: int) -> PromptRequest | ApiError:
         return read_values(PromptRequest, entry, f"requests[{index}]")
     except ApiError as error:
         return error
+
+
+def _tenant_of(entries: Sequence[PromptRequest | ApiError]) -> str | None:
+    """The tenant that all entries name; None if they differ."""
+    named = {one.tenant for one in entries if isinstance(one, PromptRequest)}
+    return named.pop() if len(named) == 1 else None
 
 
 async def _respond(

@@ -25,6 +25,7 @@ from charonia.gateway.watching import Reply
 async def generate(serving: Serving, record: Record, body: bytes, reply: Reply) -> None:
     """Answer a request. Raises what `Work` turns into an answer."""
     request = await serving.prompts.run(len(body), lambda: read(GenerateRequest, body))
+    record.named_tenant = request.tenant
     if not request.stream:
         await reply.whole(await answer_of(serving, record, request, record.request_id))
         return
@@ -78,7 +79,7 @@ async def _generation(
 ) -> Generation:
     request.check()
     prompt = await _prompt(serving, request)
-    return serving.generation(request_id, [prompt], request.sampling(), record.tenant)
+    return serving.generation(request_id, [prompt], request.sampling(), record.key_tenant)
 
 
 async def _prompt(serving: Serving, request: PromptRequest) -> Prompt:

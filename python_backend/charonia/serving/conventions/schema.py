@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from charonia.errors import ExactTextError, InvalidRequestError, PromptTooLongError, shown
+from charonia.events import request_fields
 from charonia.protocol import MAX_SAMPLES, SamplingParams
 from charonia.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from charonia.serving.conventions.interface import (
@@ -152,6 +153,16 @@ class GenerateCall:
     num_bytes: int
     arrived_at: float | None
     trace_id: str | None = None
+
+    @property
+    def log_fields(self) -> dict[str, str | None]:
+        """The fields of lines that concern it."""
+        return request_fields(
+            key=self.key,
+            request_id=self.request_id,
+            tenant=self.params.tenant,
+            trace_id=self.trace_id,
+        )
 
     @property
     def time_limit(self) -> TimeLimit | None:

@@ -7,7 +7,7 @@ know the contents of requests and answers, nor the scheduler.
              └── part ── key     the last answer to the last part ends the request
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from charonia.errors import CharoniaError
@@ -20,14 +20,16 @@ class ClientRequest:
     """A client's request that is not completely answered.
 
     Attributes:
-        num_bytes: of the request, as received. waiting: keys of the parts that are not completely
-            answered; empty once the request is not open any more.
+        num_bytes: of the request, as received. log_fields: its names in the log.
+        waiting: keys of the parts that are not completely answered; empty once the request is not
+            open any more.
         num_passed_on: answers passed on, of all parts. is_cancelled: the client has disconnected,
             or the request has failed with `error`.
     """
 
     responder: TritonResponder
     num_bytes: int
+    log_fields: Mapping[str, str | None]
     waiting: set[str] = field(default_factory=set)
     num_passed_on: int = 0
     is_cancelled: bool = False

@@ -17,12 +17,15 @@ from typing import Any
 import numpy as np
 
 from charonia.errors import CharoniaError, InvalidRequestError
+from charonia.events import request_fields
 from charonia.serving.conventions.interface import CHUNK_PREFIX, REQUEST_KEY
 from charonia.serving.hosts.scheduler_address import SchedulerAddress
 from charonia.serving.messages.relay import Cancellation, Delivery
 from charonia.serving.messages.relay_client import DeliveryClient
 from charonia.serving.requests.raw_request import Array
 from charonia.serving.requests.responders import answered
+from charonia.serving.requests.tensors import traceparent_of
+from charonia.tracing.traceparent import trace_id_of
 
 _KEY = re.compile(rb"([0-9a-f]{32})\.([0-9]{1,9})")
 _NUM_REMEMBERED = 4096
@@ -51,7 +54,12 @@ class PostprocessorHost:
     def execute(self, requests: list[Any]) -> list[Any]:
         """Pass each chunk on unchanged: each input that is present becomes an output."""
         return [
-            answered(self._pb_utils, partial(self._hand_on, request), self._log)
+            answered(
+                self._pb_utils,
+                partial(self._hand_on, request),
+                self._log,
+                partial(_log_fields, request),
+            )
             for request in requests
         ]
 
@@ -103,6 +111,12 @@ class PostprocessorHost:
         if self._client is not None:
             self._client.hang_up()
             self._client = None
+
+
+def _log_fields(request: Any) -> dict[str, str | None]:
+    """The names of a request in the log; the ensemble keeps its tenant to itself."""
+    trace_id = trace_id_of(traceparent_of(request))
+    return request_fields(request_id=request.request_id(), tenant=None, trace_id=trace_id)
 
 
 def _key_and_number(array: Array) -> tuple[str, int]:

@@ -10,12 +10,12 @@ that is not decoupled.
 
 import contextlib
 import threading
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from charonia.errors import CharoniaError, ShuttingDownError, UnavailableError
+from charonia.events import exception_event
 from charonia.serving.conventions.convention import Convention, Part
 from charonia.serving.hosts.open_requests import ClientRequest, OpenPart, OpenRequests
 from charonia.serving.hosts.scheduler_address import SchedulerAddress
@@ -83,8 +83,10 @@ class ProxyHost:
         for request in requests:
             sender = request.get_response_sender()
             responder = TritonResponder(self._pb_utils, sender, is_decoupled=self._is_decoupled)
-            with failing_with_errors(responder, self._log):
-                self._hand_in(request, responder)
+            with failing_with_errors(responder, self._log) as log_fields:
+                raw = read_request(request)
+                log_fields.update(raw.log_fields)
+                self._hand_in(raw, responder)
 
     def finalize(self) -> None:
         """Answer what is still waiting, and stop."""
@@ -98,10 +100,9 @@ class ProxyHost:
         if scheduler is not None:
             scheduler.close()
 
-    def _hand_in(self, request: Any, responder: TritonResponder) -> None:
-        raw = read_request(request)
+    def _hand_in(self, raw: RawRequest, responder: TritonResponder) -> None:
         parts = self._convention.split(raw)
-        client = ClientRequest(responder, raw.num_bytes)
+        client = ClientRequest(responder, raw.num_bytes, raw.log_fields)
         self._quota.take(raw.num_bytes)
         try:
             if self._scheduler is None:
@@ -166,7 +167,7 @@ class ProxyHost:
             elif (failure := part.failure(failure)) is not None:
                 client.responder.fail(failure, is_final=False)
         except Exception:
-            self._log(f"error: a response could not be passed on: {traceback.format_exc()}")
+            self._log(exception_event("response_not_passed_on", **client.log_fields))
             client.error = CharoniaError(INTERNAL_ERROR)
             self._on_cancelled(client)
         client.num_passed_on += 1
@@ -205,7 +206,7 @@ class ProxyHost:
 
         Every request that was sent to the scheduler ends here.
         """
-        with failing_with_errors(client.responder, self._log):
+        with failing_with_errors(client.responder, self._log, client.log_fields):
             yield
         self._quota.give_back(client.num_bytes)
 

@@ -25,7 +25,11 @@ from charonia.serving.conventions.schema import (
 from charonia.serving.requests.quota import Quota
 from charonia.serving.requests.raw_request import Array, Outputs, RawRequest
 from charonia.serving.requests.request_key import Sealer
-from charonia.serving.requests.responders import TritonResponder, failing_with_errors
+from charonia.serving.requests.responders import (
+    LogFields,
+    TritonResponder,
+    failing_with_errors,
+)
 from charonia.serving.requests.tensors import read_request
 from charonia.serving.requests.tokenizing import INLINE_CHARACTERS, Prompt, Tokenizing
 from charonia.text.tokenizer import Tokenizer
@@ -62,8 +66,10 @@ class TokenizerHost:
         """
         for request in requests:
             responder = TritonResponder(self._pb_utils, request.get_response_sender())
-            with failing_with_errors(responder, self._log):
-                self._take(read_request(request), responder)
+            with failing_with_errors(responder, self._log) as log_fields:
+                raw = read_request(request)
+                log_fields.update(raw.log_fields)
+                self._take(raw, responder)
 
     def finalize(self) -> None:
         """End the waiting requests, and stop."""
@@ -89,7 +95,8 @@ class TokenizerHost:
                     num_bytes=raw.num_bytes,
                     expires_at=None if limit is None else arrived_at + limit.seconds,
                     is_until_start=limit is None or limit.is_until_start,
-                    done=partial(self._answer, text, responder, arrived_at),
+                    log_fields=raw.log_fields,
+                    done=partial(self._answer, text, responder, arrived_at, raw.log_fields),
                 )
             )
 
@@ -98,9 +105,10 @@ class TokenizerHost:
         text: str,
         responder: TritonResponder,
         arrived_at: float,
+        log_fields: LogFields,
         ids: list[int] | CharoniaError,
     ) -> None:
-        with failing_with_errors(responder, self._log):
+        with failing_with_errors(responder, self._log, log_fields):
             if isinstance(ids, CharoniaError):
                 raise ids
             responder.send(self._outputs(ids, text, arrived_at), is_final=True)

@@ -14,7 +14,6 @@ Inputs that are too long are refused by their size, before texts are decoded or 
 
 import contextlib
 import time
-import traceback
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +30,7 @@ from charonia.errors import (
     RequestCancelledError,
     UnavailableError,
 )
-from charonia.events import request_fields
+from charonia.events import exception_event, request_fields
 from charonia.protocol import SamplingParams
 from charonia.sampling_defaults import SamplingDefaults
 from charonia.serving.conventions.interface import DRAFT_IDS
@@ -129,9 +128,10 @@ class Intake:
         Args:
             read: returns the request. relayed_key: see `schema.parse`.
         """
-        with failing_with_errors(responder, self._log):
+        with failing_with_errors(responder, self._log) as log_fields:
             with self._counting():
                 raw = read()
+            log_fields.update(raw.log_fields)
             with self._counting(raw.request_id, trace_id=trace_id_of(raw.traceparent)):
                 call = parse(
                     raw,
@@ -144,6 +144,7 @@ class Intake:
                 )
             match call:
                 case GenerateCall():
+                    log_fields.update(call.log_fields)
                     trace = self._begin_trace(raw.traceparent, time.monotonic())
                     with ending_with_errors(trace):
                         self._generate(call, responder, trace)
@@ -235,6 +236,7 @@ class Intake:
                 num_bytes=call.num_bytes,
                 num_samples=call.params.n,
                 trace=trace,
+                trace_id=call.trace_id,
             )
         self._cancel_as_noted(call, arrived_at)
         try:
@@ -314,7 +316,7 @@ class Intake:
             except CharoniaError as error:
                 sink(Chunk(call.key, error=error))
             except Exception:
-                self._log(f"error: a request failed: {traceback.format_exc()}")
+                self._log(exception_event("request_failed", **call.log_fields))
                 sink(Chunk(call.key, error=CharoniaError(INTERNAL_ERROR)))
 
         self._tokenizing.submit(
@@ -326,15 +328,13 @@ class Intake:
                 expires_at=None if limit is None else arrived_at + limit.seconds,
                 is_until_start=limit is None or limit.is_until_start,
                 done=go_on,
+                log_fields=call.log_fields,
             )
         )
 
     def _count_end(self, error: CharoniaError, call: GenerateCall) -> None:
         """Count and log a request that ended while it was tokenized."""
-        fields = request_fields(
-            request_id=call.request_id, tenant=call.params.tenant, trace_id=call.trace_id
-        )
-        self._request_log.note_refused(error, fields)
+        self._request_log.note_refused(error, call.log_fields)
         if isinstance(error, RequestCancelledError):
             self._service.count_cancellation()
         else:

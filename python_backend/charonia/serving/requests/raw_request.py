@@ -11,7 +11,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from charonia.events import request_fields
+from charonia.protocol.sampling_params import MAX_CHARACTERS
 from charonia.serving.conventions.interface import OUTPUTS, Datatype
+from charonia.tracing.traceparent import trace_id_of
 
 Array = npt.NDArray[Any]
 Outputs = Mapping[str, Any]
@@ -47,6 +50,16 @@ class RawRequest:
     output_names: frozenset[str] = frozenset(one.name for one in OUTPUTS)
     num_bytes: int = 0
     traceparent: str | None = None
+
+    @property
+    def log_fields(self) -> dict[str, str | None]:
+        """The fields of lines that concern it. Its tenant is the one that it names itself."""
+        tenant = self.parameters.get("tenant")
+        return request_fields(
+            request_id=self.request_id,
+            tenant=tenant[: MAX_CHARACTERS["tenant"]] if isinstance(tenant, str) else None,
+            trace_id=trace_id_of(self.traceparent),
+        )
 
 
 def num_bytes_of(array: Array) -> int:

@@ -12,11 +12,12 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from charonia.errors import CharoniaError
+from charonia.events import exception_event
 from charonia.serving.requests.raw_request import Outputs
 from charonia.serving.requests.tensors import INTERNAL_ERROR, error_response, response
 
@@ -48,34 +49,66 @@ class Responder(Protocol):
         ...
 
 
-def fail(responder: Responder, error: CharoniaError, log: Callable[[str], None]) -> None:
-    """Send an error; log it if it cannot be sent."""
+LogFields = Mapping[str, str | None]
+"""The names of a request in the log, see `events.request_fields`."""
+
+
+def fail(
+    responder: Responder,
+    error: CharoniaError,
+    log: Callable[[str], None],
+    fields: LogFields | None = None,
+) -> None:
+    """Send an error; log it if it cannot be sent.
+
+    Args:
+        fields: the names of the request.
+    """
     try:
         responder.fail(error)
     except Exception:
-        log(f"error: an error could not be sent: {traceback.format_exc()}")
+        log(exception_event("error_not_sent", **(fields or {})))
 
 
 @contextmanager
-def failing_with_errors(responder: Responder, log: Callable[[str], None]) -> Iterator[None]:
-    """Send an exception as the answer. One that is not a CharoniaError is logged."""
+def failing_with_errors(
+    responder: Responder, log: Callable[[str], None], fields: LogFields | None = None
+) -> Iterator[dict[str, str | None]]:
+    """Send an exception as the answer. One that is not a CharoniaError is logged.
+
+    Args:
+        fields: the names of the request, as far as they are known.
+
+    Yields:
+        These names; what becomes known of them meanwhile is to be added.
+    """
+    known = dict(fields or {})
     try:
-        yield
+        yield known
     except CharoniaError as error:
-        fail(responder, error, log)
+        fail(responder, error, log, known)
     except Exception:
-        log(f"error: a request failed: {traceback.format_exc()}")
-        fail(responder, CharoniaError(INTERNAL_ERROR), log)
+        log(exception_event("request_failed", **known))
+        fail(responder, CharoniaError(INTERNAL_ERROR), log, known)
 
 
-def answered(pb_utils: Any, make: Callable[[], Any], log: Callable[[str], None]) -> Any:
-    """The response that `make` returns, or one with its exception, logged as above."""
+def answered(
+    pb_utils: Any,
+    make: Callable[[], Any],
+    log: Callable[[str], None],
+    fields: Callable[[], LogFields],
+) -> Any:
+    """The response that `make` returns, or one with its exception, logged as above.
+
+    Args:
+        fields: returns the names of the request; asked only for a line.
+    """
     try:
         return make()
     except CharoniaError as error:
         return error_response(pb_utils, error)
     except Exception:
-        log(f"error: a request failed: {traceback.format_exc()}")
+        log(exception_event("request_failed", **fields()))
         return error_response(pb_utils, CharoniaError(INTERNAL_ERROR))
 
 

@@ -11,6 +11,7 @@ from enum import Enum
 
 from charonia.core.output.outputs import Chunk
 from charonia.errors import CharoniaError, RequestCancelledError
+from charonia.events import request_fields
 from charonia.serving.conventions.schema import OutputOptions
 from charonia.serving.requests.responders import Responder
 from charonia.tracing.request_trace import RequestTrace
@@ -31,7 +32,7 @@ class Session:
     Attributes:
         name: request id and tenant. num_bytes: of the request, as received.
         samples: state of each sample, as its client knows it.
-        trace: gets its responses; None if it is not traced.
+        trace: gets its responses; None if it is not traced. trace_id: of its W3C trace context.
         chunks: unsent ones. is_queued: whether the ready queue or a sender thread has the session.
         is_cancelled: whether it was cancelled. is_abandoned: whether its client has disconnected.
         cancelled_samples: indexes of the cancelled samples.
@@ -52,6 +53,7 @@ class Session:
         num_samples: int,
         stream_interval: int,
         trace: RequestTrace | None = None,
+        trace_id: str | None = None,
     ) -> None:
         self.key = key
         self.options = options
@@ -60,6 +62,7 @@ class Session:
         self.name = name
         self.num_bytes = num_bytes
         self.trace = trace
+        self.trace_id = trace_id
         self.samples = [Chunk(key, index=index) for index in range(num_samples)]
         self.chunks: list[Chunk] = []
         self._stream_interval = stream_interval
@@ -75,6 +78,14 @@ class Session:
         self.num_sent = 0
         self.num_delivered = 0
         self.lock = threading.Lock()
+
+    @property
+    def log_fields(self) -> dict[str, str | None]:
+        """The fields of lines that concern it."""
+        request_id, tenant = self.name
+        return request_fields(
+            key=self.key, request_id=request_id, tenant=tenant, trace_id=self.trace_id
+        )
 
     @property
     def num_under_way(self) -> int:

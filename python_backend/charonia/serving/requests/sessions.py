@@ -26,7 +26,6 @@ import contextlib
 import heapq
 import threading
 import time
-import traceback
 from collections.abc import Callable, Collection
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -38,6 +37,7 @@ from charonia.errors import (
     InvalidRequestError,
     ShuttingDownError,
 )
+from charonia.events import exception_event
 from charonia.serving.conventions.schema import OutputOptions
 from charonia.serving.requests.live_sessions import LiveSessions
 from charonia.serving.requests.quota import Quota
@@ -144,6 +144,7 @@ class Sessions:
         num_bytes: int = 0,
         num_samples: int = 1,
         trace: RequestTrace | None = None,
+        trace_id: str | None = None,
     ) -> Callable[[Chunk], None]:
         """Open a session; returns the sink for its chunks, which never blocks.
 
@@ -151,6 +152,7 @@ class Sessions:
             num_samples: samples that the client gets.
             echo: returns the prompt's text, if it is prepended.
             trace: gets its responses, and ends with the last one.
+            request_id, tenant, trace_id: its names in the log.
 
         Raises:
             InvalidRequestError: there is a live request with this key.
@@ -168,6 +170,7 @@ class Sessions:
             num_samples,
             self._stream_interval,
             trace,
+            trace_id,
         )
         if not self._live.add(session):
             self._quota.give_back(num_bytes)
@@ -366,7 +369,7 @@ class Sessions:
             try:
                 self._send(session, chunks)
             except Exception:
-                self._log(f"error: a response could not be sent: {traceback.format_exc()}")
+                self._log(exception_event("response_not_sent", **session.log_fields))
                 self._give_up(session)
                 has_failed = True
             if session.trace is not None:
@@ -390,7 +393,7 @@ class Sessions:
         try:
             note_sent(trace, chunks, began_at, now, is_last=is_last, has_failed=has_failed)
         except Exception:
-            self._log(f"error: a request could not be traced: {traceback.format_exc()}")
+            self._log(exception_event("request_not_traced", **session.log_fields))
 
     def _next(self) -> Session | None:
         """Wait for a session that may send; handle sessions whose wait is over."""
@@ -431,7 +434,9 @@ class Sessions:
             if (
                 is_postponed and not session.responder.is_acknowledged
             ):  # a proxy postpones by itself
-                self._poller.end_later(partial(fail, session.responder, last.error, self._log))
+                self._poller.end_later(
+                    partial(fail, session.responder, last.error, self._log, session.log_fields)
+                )
             else:
                 session.responder.fail(last.error)
 
@@ -461,4 +466,4 @@ class Sessions:
         """Cancel a request whose response could not be made or sent; send an internal error."""
         self._source.cancel(session.key)
         self._end(session.key)
-        fail(session.responder, CharoniaError(INTERNAL_ERROR), self._log)
+        fail(session.responder, CharoniaError(INTERNAL_ERROR), self._log, session.log_fields)

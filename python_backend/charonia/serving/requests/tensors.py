@@ -57,11 +57,11 @@ def _read_request(request: Any) -> RawRequest:
         timeout_us=request.timeout(),
         output_names=frozenset(request.requested_output_names()),
         num_bytes=num_bytes + len(text) + len(request_id),
-        traceparent=_traceparent(request),
+        traceparent=traceparent_of(request),
     )
 
 
-def _traceparent(request: Any) -> str | None:
+def traceparent_of(request: Any) -> str | None:
     """The context in Triton's trace of the request; None if Triton does not trace it."""
     context = request.trace().get_context()
     return json.loads(context).get("traceparent") if context else None

@@ -12,10 +12,9 @@ prompt: if the request ends, it is answered at once, and the ids are dropped lat
 
 import threading
 import time
-import traceback
 from collections import Counter, deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from charonia.errors import (
@@ -24,6 +23,7 @@ from charonia.errors import (
     RequestTimeoutError,
     ShuttingDownError,
 )
+from charonia.events import exception_event
 from charonia.serving.requests.quota import Quota
 from charonia.serving.requests.tensors import INTERNAL_ERROR
 
@@ -44,7 +44,7 @@ class Prompt(Generic[T]):
         expires_at: when its request times out, on the monotonic clock.
         is_until_start: whether that is its `timeout`; else its `deadline_ms`.
         done: called once, with the ids or an error; must return quickly and not raise.
-        tenant: of its request, if known.
+        tenant: of its request, if known. log_fields: the names of its request in the log.
     """
 
     key: str
@@ -54,6 +54,7 @@ class Prompt(Generic[T]):
     done: Callable[[T | CharoniaError], None]
     tenant: str = ""
     is_until_start: bool = True
+    log_fields: Mapping[str, str | None] = field(default_factory=dict)
 
 
 class Tokenizing:
@@ -151,7 +152,7 @@ class Tokenizing:
         except CharoniaError as error:
             return error
         except Exception:
-            self._log(f"error: a prompt could not be tokenized: {traceback.format_exc()}")
+            self._log(exception_event("prompt_not_tokenized", **prompt.log_fields))
             return CharoniaError(INTERNAL_ERROR)
 
     def _expire(self) -> None:

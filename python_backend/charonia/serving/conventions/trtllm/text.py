@@ -60,8 +60,9 @@ class TextHost:
         """Answer requests, now or later."""
         for request in requests:
             responder = TritonResponder(self._pb_utils, request.get_response_sender())
-            with failing_with_errors(responder, self._log):
+            with failing_with_errors(responder, self._log) as log_fields:
                 raw = read_request(request)
+                log_fields.update(raw.log_fields)
                 if raw.num_bytes <= INLINE_CHARACTERS:
                     self._send(responder, raw, self._model.answer(raw))
                 else:
@@ -73,13 +74,15 @@ class TextHost:
 
     def _answer_later(self, responder: TritonResponder, raw: RawRequest) -> None:
         def done(outcome: Outputs | CharoniaError) -> None:
-            with failing_with_errors(responder, self._log):
+            with failing_with_errors(responder, self._log, raw.log_fields):
                 if isinstance(outcome, CharoniaError):
                     raise outcome
                 self._send(responder, raw, outcome)
 
         encode = partial(self._model.answer, raw)
-        self._long.submit(Prompt(str(id(responder)), encode, raw.num_bytes, None, done))
+        self._long.submit(
+            Prompt(str(id(responder)), encode, raw.num_bytes, None, done, log_fields=raw.log_fields)
+        )
 
     def _send(self, responder: TritonResponder, raw: RawRequest, outputs: Outputs) -> None:
         asked = {name: value for name, value in outputs.items() if name in raw.output_names}
