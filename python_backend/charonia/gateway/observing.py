@@ -139,8 +139,7 @@ class Record:
         num_entries: entries of its batch that were answered. num_failed: those with an error.
         key_tenant: the tenant of its API key. named_tenant: the tenant that its body names; of a
             batch, the one that all entries name.
-        fallback: the model that was asked instead of the one that is
-            served.
+        fallback: the model that was asked instead of the one that is served.
         trace_id: of its trace; None if it came without and is not traced here.
         traceparent: W3C trace context of what is asked for it; None if it is not traced.
     """

@@ -53,7 +53,7 @@ class QueueOrder:
     def __init__(self, tenants: Tenants | None) -> None:
         self._tenants = tenants
         self._rank: RankOf = by_arrival
-        self._all: list[Entry] = []  # without fair shares, which rank nobody across tenants
+        self._all: list[Entry] = []  # of all tenants; empty with fair shares
         self._lines: dict[str, list[Entry]] = {}  # by tenant
         self._shares: dict[str, float] = {}  # of each line: length / weight
         self._by_share: list[tuple[float, str]] = []
