@@ -22,6 +22,7 @@ from support.e2e import (
 from support.gateway import running_gateway
 
 NUM_TOKENS = 6
+NUM_STREAMS = 200
 PARTS = ("queue", "prefill", "decode", "send")
 
 
@@ -107,6 +108,16 @@ def test_a_stream_over_grpc_is_one_trace(
     assert sum(span.attributes["charonia.tokens"] for span in chunks) == num_prompt
     assert request.attributes["charonia.preemptions"] == 0
     assert not any(PROMPT[:20] in str(span) for span in spans)
+
+
+def test_no_stream_over_grpc_loses_its_trace(server: TritonServer, collector: Collector) -> None:
+    """Triton does not trace some of them, when they follow each other closely."""
+    contexts = [new_context() for _ in range(NUM_STREAMS)]
+    for traceparent, _, _ in contexts:
+        with GrpcStream(server, headers={"traceparent": traceparent}) as stream:
+            assert list(stream.send(request_inputs(PROMPT, SAMPLING, stream=True)))
+    for _, trace_id, span_id in contexts:
+        check_tree(collector.wait(trace_id, whole_below(span_id)), span_id)
 
 
 @pytest.mark.parametrize("model", ["generate", "ensemble"])

@@ -1,5 +1,6 @@
 """Requests of the vLLM convention, and the responses to them."""
 
+import json
 from typing import Any
 
 import numpy as np
@@ -379,6 +380,38 @@ def test_a_parameter_that_is_given_twice_is_refused(pb_utils: Any) -> None:
     request = pb_utils.Request([], parameters_json=text)
     with pytest.raises(InvalidRequestError, match="'x-tenant' is given more than once"):
         read_request(request)
+
+
+OF_TRITON, OF_CLIENT = (f"00-{digit * 32}-00f067aa0ba902b7-01" for digit in "12")
+
+
+@pytest.mark.parametrize(
+    ("context", "given", "expected"),
+    [
+        (None, None, None),
+        (OF_TRITON, None, OF_TRITON),
+        (None, OF_CLIENT, OF_CLIENT),
+        (OF_TRITON, OF_CLIENT, OF_CLIENT),  # Triton lost the client's, and began its own
+        (OF_TRITON, OF_TRITON.replace("-00f0", "-10f0"), OF_TRITON),  # Triton's span is below it
+        (OF_TRITON, "other", OF_TRITON),
+        (OF_TRITON, 7, OF_TRITON),
+    ],
+)
+def test_a_request_is_in_its_clients_trace(
+    pb_utils: Any, context: str | None, given: Any, expected: str | None
+) -> None:
+    request = pb_utils.Request([], parameters_json=json.dumps({"traceparent": given}))
+    request.trace_context = context and json.dumps({"traceparent": context})
+    assert read_request(request).traceparent == expected
+
+
+def test_of_several_contexts_the_last_one_counts(pb_utils: Any) -> None:
+    text = json.dumps({"traceparent": OF_TRITON, "top_k": 5})
+    text = f'{text[:-1]}, "traceparent": "{OF_CLIENT}"}}'
+    assert read_request(pb_utils.Request([], parameters_json=text)).traceparent == OF_CLIENT
+    twice = f'{text[:-1]}, "top_k": 5}}'
+    with pytest.raises(InvalidRequestError, match="'top_k' is given more than once"):
+        read_request(pb_utils.Request([], parameters_json=twice))
 
 
 def parse_with_header(strings: Any, sampling: str, parameters: dict[str, Any]) -> Any:

@@ -6,6 +6,9 @@ Owns the form of `traceparent`: https://www.w3.org/TR/trace-context/#traceparent
 import re
 from typing import NamedTuple
 
+TRACEPARENT = "traceparent"
+"""The header's name; over gRPC it is a key of the metadata."""
+
 _FORM = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-[ -~]*)?", re.ASCII)
 _SAMPLED = 1
 

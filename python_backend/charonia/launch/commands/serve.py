@@ -81,9 +81,9 @@ def serve(what: RepositoryOptions, options: ServeOptions) -> None:
     begin_drain = threading.Event()
     printer = LogPrinter(options.log_format, level=lambda: options.log_level)
     say = printer.say
-    traces: Sequence[str] = ()
+    further_options = options.tritonserver
     if (endpoint := options.otlp_traces_endpoint) is not None:
-        traces = trace_options(endpoint, options.trace_rate)
+        further_options = trace_options(endpoint, options.trace_rate, further_options)
         own = f"scheduler.otlp_traces_endpoint={endpoint}"
         what = replace(what, settings=[own, *what.settings])  # --set counts
     with stop_on_signals(begin_drain if options.drain_s else None) as stop:
@@ -98,7 +98,7 @@ def serve(what: RepositoryOptions, options: ServeOptions) -> None:
             http_port=options.http_port,
             grpc_port=options.grpc_port,
             metrics_port=options.metrics_port,
-            further_options=[*traces, *options.tritonserver],
+            further_options=further_options,
             on_log=on_log,
         ) as (server, prepared):
             (server.runtime_dir / LEFT_FILE).touch()

@@ -115,7 +115,7 @@ class PostprocessorHost:
 
 def _log_fields(request: Any) -> dict[str, str | None]:
     """The names of a request in the log; the ensemble keeps its tenant to itself."""
-    trace_id = trace_id_of(traceparent_of(request))
+    trace_id = trace_id_of(traceparent_of(request, {}))
     return request_fields(request_id=request.request_id(), tenant=None, trace_id=trace_id)
 
 

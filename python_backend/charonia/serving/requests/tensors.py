@@ -5,7 +5,7 @@ meaning of values; `schema` does.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ import numpy as np
 from charonia.errors import CharoniaError, InvalidRequestError, NotSupportedError, shown
 from charonia.serving.conventions.interface import MODELS
 from charonia.serving.requests.raw_request import NUMPY_TYPES, Outputs, RawRequest, num_bytes_of
+from charonia.tracing.traceparent import TRACEPARENT, trace_id_of
 
 _TYPES = {one.name: NUMPY_TYPES[one.datatype] for model in MODELS.values() for one in model.outputs}
 MAX_REQUEST_BYTES = 2**26
@@ -57,21 +58,36 @@ def _read_request(request: Any) -> RawRequest:
         timeout_us=request.timeout(),
         output_names=frozenset(request.requested_output_names()),
         num_bytes=num_bytes + len(text) + len(request_id),
-        traceparent=traceparent_of(request),
+        traceparent=traceparent_of(request, parameters),
     )
 
 
-def traceparent_of(request: Any) -> str | None:
-    """The context in Triton's trace of the request; None if Triton does not trace it."""
-    context = request.trace().get_context()
-    return json.loads(context).get("traceparent") if context else None
+def traceparent_of(request: Any, parameters: Mapping[str, Any]) -> str | None:
+    """The context in Triton's trace of the request, or else its client's; None without both.
+
+    Over gRPC Triton 2.51.0 at times fails to read a client's context. It seems to take what lies in
+    memory behind the header as a part of it. It then does not trace the request, or begins another
+    trace.
+
+    Args:
+        parameters: of the request; they have the header if Triton forwards it.
+    """
+    text = request.trace().get_context()
+    context = json.loads(text).get("traceparent") if text else None
+    given = parameters.get(TRACEPARENT)
+    if isinstance(given, str) and trace_id_of(given) not in (None, trace_id_of(context)):
+        return given
+    return context
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Raises InvalidRequestError: a name occurs twice, so that its value is ambiguous."""
+    """Raises InvalidRequestError: a name occurs twice, so that its value is ambiguous.
+
+    Of several trace contexts the last one counts: a proxy may have added it.
+    """
     names = dict(pairs)
-    if len(names) < len(pairs):
-        given = [name for name, _ in pairs]
+    given = [name for name, _ in pairs if name != TRACEPARENT]
+    if len(names) < len(given) + (TRACEPARENT in names):
         name = next(name for name in names if given.count(name) > 1)
         raise InvalidRequestError(
             f"the request's parameter {shown(name)} is given more than once; a header may have its"

@@ -141,6 +141,16 @@ class ServerOptions:
         return cls(_lines(pid, "cmdline"), variables.get(KEY_VARIABLE, ""))
 
 
+def header_pattern(command_line: Sequence[str], protocol: str) -> str:
+    """The pattern of headers that `grpc` or `http` forwards, by its last option; "" for none."""
+    values = [
+        value
+        for name, value in _options(command_line)
+        if name == f"{protocol}-header-forward-pattern"
+    ]
+    return values[-1] if values else ""
+
+
 def _lines(pid: int, file: str) -> list[str]:
     """Read a file of NUL-separated strings in /proc; nothing if the process has ended."""
     try:
