@@ -60,6 +60,9 @@ OPERATIONS = ("all_reduce", "all_gather", "broadcast", "reduce_scatter")
 UNAVAILABLE = tuple(kind for kind, error in KINDS.items() if issubclass(error, UnavailableError))
 """Why a valid request is refused."""
 
+OLDEST = ("1", "2", "3", "4", "5")
+"""Places of the live requests whose ages are shown, from the oldest on."""
+
 OTHERS = "other"
 """Stands for all tenants that have no name in metrics."""
 
@@ -126,6 +129,11 @@ METRICS = {
     ),
     "charonia_requests_running": _gauge("Requests that have a row of the engine."),
     "charonia_requests_waiting": _gauge("Requests that wait for a row or for an engine."),
+    "charonia_oldest_request_seconds": _gauge(
+        "Ages of the five oldest live requests, the oldest first. 0 where there are fewer.",
+        "place",
+        OLDEST,
+    ),
     "charonia_queue_seconds": _histogram(
         "Time from a request's arrival to its first step, or to its end if it had none.",
         _REQUEST_SECONDS,
