@@ -32,7 +32,7 @@ help:
 	@echo "make test    all tests but the long ones, with the coverage gate; arguments for pytest in ARGS"
 	@echo "make test-long   the long ones: many random cases, repeated faults, stress; arguments for pytest in ARGS"
 	@echo "make test-page   the gateway's page in a real Chromium; arguments for pytest in ARGS"
-	@echo "make observe-test   dashboards and alerts in a real Prometheus, the log in a real rsyslog; needs both; arguments for pytest in ARGS"
+	@echo "make observe-test   dashboards and alerts in a real Prometheus, rules by promtool, the log in a real rsyslog, traces, charonia top; needs these programs; arguments for pytest in ARGS"
 	@echo "make dashboards   write docker/grafana/dashboards"
 	@echo "make dashboards-picture   draw them in front of a server under load; needs prometheus; ARGS=\"--output FOLDER\""
 	@echo "make gateway-clients   official clients against a real gateway, recorded; needs node 20 and npm; arguments in ARGS"
@@ -108,13 +108,18 @@ test-page: $(KERNELS)
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[$(EXTRAS),page]'
 	CHROMIUM="$$(tests/page/find_chromium)" $(BIN)/python tests/run.py -m page tests/page $(ARGS)
 
-# PROMETHEUS=..., PROMTOOL=... and RSYSLOGD=... name other programs than those on PATH.
+# PROMETHEUS=..., PROMTOOL=... and RSYSLOGD=... name other programs than those on PATH. The tests get
+# the names anyway: where one is named, tests that need it fail without it, and are not skipped.
+OBSERVE_TESTS := tests/observe tests/metrics/test_prometheus_rules.py \
+    tests/e2e/test_metrics.py::test_prometheus_own_linter_finds_nothing_of_ours \
+    tests/e2e/test_tracing.py tests/e2e/test_top.py
 observe-test: $(KERNELS)
 	@command -v "$${PROMETHEUS:-prometheus}" >/dev/null && command -v "$${PROMTOOL:-promtool}" >/dev/null || { \
 	    echo "charonia: prometheus and promtool are needed (Debian: apt-get install prometheus)" >&2; exit 1; }
 	@PATH="$$PATH:/usr/sbin" command -v "$${RSYSLOGD:-rsyslogd}" >/dev/null || { \
 	    echo "charonia: rsyslogd is needed (Debian: apt-get install rsyslog)" >&2; exit 1; }
-	$(BIN)/python tests/run.py -m observe --capture no tests/observe $(ARGS)
+	PROMETHEUS="$${PROMETHEUS:-prometheus}" PROMTOOL="$${PROMTOOL:-promtool}" \
+	    $(BIN)/python tests/run.py -m "not long" --capture no $(OBSERVE_TESTS) $(ARGS)
 
 dashboards: $(STAMP)
 	$(BIN)/python docker/grafana/dashboards.py

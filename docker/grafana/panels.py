@@ -112,6 +112,12 @@ HIT_RATE = Panel(
     "percentunit",
     "Share of the prompts' tokens that need not be computed.",
 )
+OLDEST = Panel(
+    "Oldest request",
+    one("max by (model) (charonia_oldest_request_seconds@)"),
+    "s",
+    "Age of the request that is here longest. If it rises as fast as time goes, one is stuck.",
+)
 STATE = Panel(
     "State of the engine",
     one("sum by (state) (charonia_engine_state@)", "{{state}}"),
@@ -175,7 +181,7 @@ DASHBOARDS = (
                     Panel("In the queue", quantiles("charonia_queue_seconds"), "s"),
                 ),
             ),
-            Row("Cache and faults", (KV_BLOCKS, HIT_RATE, FAILURES)),
+            Row("Cache and faults", (KV_BLOCKS, HIT_RATE, FAILURES, OLDEST)),
         ),
     ),
     Dashboard(

@@ -234,6 +234,21 @@ def test_a_probe_is_always_let_in_and_counts_for_nothing(make_gate):
     gate.leave("a1")
 
 
+def test_the_oldest_are_those_that_came_first_and_are_still_there(make_gate):
+    gate = make_gate()
+    assert gate.oldest_s(5) == []
+    for number in range(8):
+        enter(gate, f"a{number}", now=float(number))
+    enter(gate, "b", now=8.0, arrived_at=-2.0)  # its prompt was tokenized for long
+    enter(gate, "probe", now=8.0, is_probe=True)
+    clock.now = 10.0
+    assert gate.oldest_s(3) == [10, 9, 8]
+    for number in range(6):
+        gate.note_started(f"a{number}")
+        gate.leave(f"a{number}")
+    assert gate.oldest_s(5) == [12, 4, 3]
+
+
 def test_idle_tenants_are_forgotten_when_there_are_too_many_and_busy_ones_never(make_gate):
     gate = make_gate(default={"max_concurrency": 1})
     enter(gate, "!")

@@ -46,6 +46,7 @@ from support.hostile.target import Target
 from support.serving import CHARONIA
 from support.stopping import stop_process
 from support.supervised import ALLOWED_S
+from support.waiting import WAIT_S
 
 REQUEST_HISTOGRAMS = ("queue_seconds", "time_to_first_token_seconds", "request_seconds")
 STEP_HISTOGRAMS = ("inter_token_seconds", "step_seconds", "plan_seconds")
@@ -131,6 +132,7 @@ GAUGES = {
     "scheduler_up": None,
     "requests_running": None,
     "requests_waiting": None,
+    "oldest_request_seconds": ("place", {"1", "2", "3", "4", "5"}),
     "engine_up": None,
     "engine_state": ("state", set(ENGINE_STATES)),
     "draft_depth": None,
@@ -557,6 +559,9 @@ def test_gauges_show_what_runs_and_the_counters_its_cancellation(server: TritonS
         )
     assert samples["charonia_requests_running"] == 1
     assert samples["charonia_engine_up"] == 1
+    ages = [samples[f'charonia_oldest_request_seconds{{place="{place}"}}'] for place in "12345"]
+    assert 0 < ages[0] < WAIT_S
+    assert ages[1:] == [0, 0, 0, 0]
     states = ("total", "used", "cached", "free")
     total, used, cached, free = (samples[f'charonia_kv_blocks{{state="{s}"}}'] for s in states)
     assert 100 / 16 <= used <= MAX_MODEL_LEN / 16
@@ -565,6 +570,7 @@ def test_gauges_show_what_runs_and_the_counters_its_cancellation(server: TritonS
     assert watched.rise("charonia_cancellations_total") == 1
     assert watched.rise('charonia_finished_total{reason="cancelled"}') == 1
     assert watched.after['charonia_kv_blocks{state="used"}'] == 0
+    assert watched.after['charonia_oldest_request_seconds{place="1"}'] == 0
 
 
 def test_blocks_are_shown_as_newer_servers_expect_them(samples: dict[str, float]) -> None:

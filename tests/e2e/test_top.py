@@ -1,7 +1,9 @@
 """`charonia top` in front of a real server."""
 
+import contextlib
 import http.server
 import io
+import json
 import os
 import pty
 import re
@@ -9,6 +11,8 @@ import signal
 import subprocess
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -16,15 +20,18 @@ from rich.console import Console
 from charonia.launch.commands.cli import main
 from charonia.launch.commands.top import screen
 from charonia.launch.server.processes import ReservedPorts
+from charonia.launch.server.run import running_server
 from charonia.launch.server.tritonserver import TritonServer
 from charonia.metrics.snapshot import Snapshot, Span
 from support.e2e import (
+    ENDLESS_BLOCKS,
+    ONE_THREAD,
     endless_request,
     infer_grpc,
+    one_torch_thread,
     request_inputs,
     wait_for,
     wait_idle,
-    wait_running,
 )
 from support.serving import CHARONIA
 from support.waiting import WAIT_S
@@ -34,31 +41,99 @@ def url_of(server: TritonServer) -> str:
     return server.metrics_url.removeprefix("http://").removesuffix("/metrics")
 
 
+@pytest.fixture(scope="module")
+def busy_server(
+    endless_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TritonServer]:
+    """It runs two requests at a time, drafts, and names two tenants."""
+    tenants_file = tmp_path_factory.mktemp("tenants") / "tenants.json"
+    tenants_file.write_text(json.dumps({"tenants": {"night": {}, "day": {}}}), encoding="utf-8")
+    settings = (
+        ONE_THREAD,
+        ENDLESS_BLOCKS,
+        "max_num_seqs=2",
+        'speculative_config={"method": "ngram", "num_speculative_tokens": 3, "adaptive": false}',
+        f"scheduler.tenants_file={tenants_file}",
+    )
+    with one_torch_thread(), running_server(model=endless_checkpoint, settings=settings) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def short_requests(server: TritonServer, tenant: str, num_clients: int) -> Iterator[None]:
+    """Clients that ask the same again and again for as long as this lasts."""
+    is_over = threading.Event()
+    sampling = {"max_tokens": 16, "ignore_eos": True, "temperature": 0, "tenant": tenant}
+
+    def ask() -> None:
+        while not is_over.is_set():
+            infer_grpc(server, request_inputs([5, 6, 7] * 16, sampling))
+
+    with ThreadPoolExecutor(num_clients) as pool:
+        calls = [pool.submit(ask) for _ in range(num_clients)]
+        try:
+            yield
+        finally:
+            is_over.set()
+    for call in calls:
+        call.result()
+
+
 def test_one_screen_says_what_runs(
-    server: TritonServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    busy_server: TritonServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """One long request, and more short ones of a tenant than have room beside it."""
     monkeypatch.setenv("COLUMNS", "120")
+    rates = r" +[\d,.]+" * 3
     patterns = (
         r"charonia top +\S+ +serving",
         r"[1-9][\d,.]* tokens/s",
-        r"running +1 of \d+",
+        r"running +2 of 2",
+        r"waiting +[1-9]",
+        r"slowest requests +[\d,.]+, .*\d s so far",
+        r"finished +[\d,.]+/s",
         r"between tokens +[\d.]+ m?s +[\d.]+ m?s",
         r"blocks +[1-9][\d,]* used",
-        r"failures +(none|\w+ \d)",  # other tests share the server
+        r"prefix hits +[1-9]\d* %",
+        r"drafts accepted +\d+ %",
+        r"failures +none",
+        rf"(?m)^night +[01] +[1-4]{rates}",
+        rf"(?m)^other +1 +0{rates}",
+        rf"(?m)^day +0 +0{rates}",
     )
 
     def look() -> str:
-        assert main(["top", "--once", "--interval", "0.5", "--url", url_of(server)]) == 0
+        assert main(["top", "--once", "--interval", "0.5", "--url", url_of(busy_server)]) == 0
         return capsys.readouterr().out
 
     def missing(shown: str) -> list[str]:
         return [pattern for pattern in patterns if not re.search(pattern, shown)]
 
-    with endless_request(server):
-        wait_running(server, 1)
+    with endless_request(busy_server), short_requests(busy_server, "night", 4):
         shown = wait_for(look, lambda shown: not missing(shown))  # a busy machine may be silent
-    assert missing(shown) == []
-    wait_idle(server)
+    assert missing(shown) == [], shown
+    wait_idle(busy_server)
+    assert re.search(r"slowest requests +none", look())
+
+
+def test_the_slowest_requests_are_those_of_all_models() -> None:
+    ages = {"a": (3700.0, 12.34, 0.04, 0.0, 0.0), "b": (99.0, 2.0, 1.5, 1.0, 0.0)}
+    page = "".join(
+        f'charonia_oldest_request_seconds{{model="{model}",place="{place}"}} {age}\n'
+        for model, own in ages.items()
+        for place, age in enumerate(own, 1)
+    )
+    assert line_of(page, "slowest requests").endswith(" 3,700, 99, 12, 2, 1.5 s so far")
+    assert line_of("", "slowest requests").endswith(" -")
+
+
+def line_of(page: str, title: str) -> str:
+    """The line of a screen that has this title, without what stands beside it."""
+    console = Console(file=io.StringIO(), width=120)
+    with console.capture() as capture:
+        console.print(screen("here:1", Span(Snapshot.of("", 0.0), Snapshot.of(page, 1.0)), []))
+    (line,) = (line for line in capture.get().splitlines() if line.startswith(title))
+    return re.sub(r"   +(first token|between tokens).*", "", line).rstrip()
 
 
 def test_what_tenants_get_in_time_is_of_the_time_between_two_pages() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from charonia.metrics import metric_table
-from charonia.metrics.metric_table import BY_NAME, VLLM_METRICS, Metric
+from charonia.metrics.metric_table import BY_NAME, METRICS, VLLM_METRICS, Metric
 from charonia.metrics.metrics import Metrics
 from core.bench import FIXED, Bench
 from support.echo import EchoExecutor
@@ -81,6 +81,13 @@ def test_what_is_shown_under_another_name_is_there() -> None:
         assert metric.shows in there, name
         if metric.place == "page":
             assert metric.buckets == metrics.histograms[metric.shows].bounds
+
+
+def test_the_table_says_which_of_our_metrics_answers_each_of_vllms() -> None:
+    for name, metric in VLLM_METRICS.items():
+        named = re.findall(r"charonia_\w+", metric.ours or metric.shows)
+        assert named or metric.shows in Metrics().observations, name
+        assert all(one in METRICS for one in named), name
 
 
 def test_all_that_is_counted_is_in_the_table_with_its_label() -> None:

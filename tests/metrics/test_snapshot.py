@@ -49,6 +49,12 @@ def test_series_are_summed_over_what_is_not_named(span: Span) -> None:
     assert span.after.by("rows", "why") == {}
 
 
+def test_the_greatest_values_are_those_of_all_series(span: Span) -> None:
+    assert span.after.greatest("rows", 5) == [7, 1]
+    assert span.after.greatest("rows", 1) == [7]
+    assert span.after.greatest("done", 1) is None
+
+
 def test_a_counter_that_fell_began_again(span: Span) -> None:
     assert span.rise("done_total", model="a") == 4
     assert span.rise("done_total", model="b") == 2 + 6

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from charonia.metrics.metric_table import BY_NAME, METRICS
+from charonia.metrics.metric_table import BY_NAME, METRICS, OLDEST
 from charonia.metrics.metrics import Metrics
 from charonia.metrics.triton_page import MetricsExporter
 
@@ -77,18 +77,24 @@ def never_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def new_exporter(registry: Registry, metrics: Metrics, **options: Any) -> MetricsExporter:
     """An exporter that was not started; whatever it logs fails the test."""
-    plain = {"labels": {}, "block_size": lambda: 16, "with_vllm_names": False, "log": pytest.fail}
+    plain = {
+        "labels": {},
+        "block_size": lambda: 16,
+        "oldest_s": lambda count: [],
+        "with_vllm_names": False,
+        "log": pytest.fail,
+    }
     return MetricsExporter(registry, metrics, **(plain | options))
 
 
-def make(metrics: Metrics, *, with_vllm_names: bool = False) -> tuple[Registry, MetricsExporter]:
+def make(metrics: Metrics, **options: Any) -> tuple[Registry, MetricsExporter]:
     """An exporter that was started, and where its families are."""
     registry = Registry()
     exporter = new_exporter(
         registry,
         metrics,
         labels={"model": "scheduler", "version": "1"},
-        with_vllm_names=with_vllm_names,
+        **options,
     )
     exporter.start()
     return registry, exporter
@@ -257,6 +263,24 @@ GAUGES = {
     ("charonia_requests_waiting", ""): 5.0,
     ("charonia_max_rows", ""): 8.0,
 }
+
+
+def test_the_ages_of_the_oldest_requests_are_asked_for_at_each_update() -> None:
+    ages: list[float] = []
+    registry, exporter = make(Metrics(), oldest_s=lambda count: ages[:count])
+
+    def shown() -> list[float]:
+        return [registry.value("charonia_oldest_request_seconds", place) for place in OLDEST]
+
+    assert shown() == [0, 0, 0, 0, 0]
+    ages = [7.0, 6.0, 5.0, 4.0, 3.0, 2.0]
+    exporter.update()
+    assert shown() == [7, 6, 5, 4, 3]
+    ages = [1.5]
+    exporter.update()
+    assert shown() == [1.5, 0, 0, 0, 0]
+    exporter.close()
+    assert shown() == [0, 0, 0, 0, 0]
 
 
 def test_gauges_are_shown_by_tensorrt_llms_words_too() -> None:

@@ -196,6 +196,10 @@ class EngineService(RequestEvents):
             last_turn_at=self._last_turn_at,
         )
 
+    def oldest_s(self, count: int) -> list[float]:
+        """Ages of the oldest live requests, see `Gate`. May be called from any thread."""
+        return self._gate.oldest_s(count)
+
     def start(self, *, wait_s: float = 0.0) -> None:
         """Start the thread. It connects to the engine as soon as there is one.
 

@@ -60,6 +60,9 @@ OPERATIONS = ("all_reduce", "all_gather", "broadcast", "reduce_scatter")
 UNAVAILABLE = tuple(kind for kind, error in KINDS.items() if issubclass(error, UnavailableError))
 """Why a valid request is refused."""
 
+OLDEST = ("1", "2", "3", "4", "5")
+"""Places of the live requests whose ages are shown, from the oldest on."""
+
 OTHERS = "other"
 """Stands for all tenants that have no name in metrics."""
 
@@ -90,6 +93,7 @@ class Metric:
         shows: name of the counter, gauge, histogram or observations whose values it shows; "" is
             its own name. A counter without a label shows the sum of the `values` of that.
         info: further labels of a gauge that is always 1, and says something by them.
+        ours: what of ours answers a metric by another's name, in words; "" if it is `shows`.
     """
 
     kind: Kind
@@ -100,6 +104,7 @@ class Metric:
     place: Place = "triton"
     shows: str = ""
     info: tuple[str, ...] = ()
+    ours: str = ""
 
 
 _counter = partial(Metric, "counter")
@@ -126,6 +131,11 @@ METRICS = {
     ),
     "charonia_requests_running": _gauge("Requests that have a row of the engine."),
     "charonia_requests_waiting": _gauge("Requests that wait for a row or for an engine."),
+    "charonia_oldest_request_seconds": _gauge(
+        "Ages of the five oldest live requests, the oldest first. 0 where there are fewer.",
+        "place",
+        OLDEST,
+    ),
     "charonia_queue_seconds": _histogram(
         "Time from a request's arrival to its first step, or to its end if it had none.",
         _REQUEST_SECONDS,
@@ -326,12 +336,14 @@ VLLM_METRICS = {
     "vllm:num_requests_running": _shown("charonia_requests_running"),
     "vllm:num_requests_waiting": _shown("charonia_requests_waiting"),
     "vllm:kv_cache_usage_perc": _gauge(
-        "Share of the KV cache's blocks that live requests use, from 0 to 1."
+        "Share of the KV cache's blocks that live requests use, from 0 to 1.",
+        ours="`charonia_kv_blocks`: used / (total − aside)",  # noqa: RUF001
     ),
     "vllm:cache_config_info": _gauge(
         "Always 1. Its labels say the tokens per block of the KV cache and its number of blocks.",
         place="page",
         info=("block_size", "num_gpu_blocks"),
+        ours='`charonia_kv_blocks{state="total"}` is `num_gpu_blocks`',
     ),
     "vllm:num_preemptions_total": _shown("charonia_preemptions_total"),
     "vllm:prefix_cache_queries_total": _shown("charonia_prefix_cache_queried_tokens_total"),

@@ -61,6 +61,11 @@ class Snapshot:
         """The greatest value of a gauge; None if there is none."""
         return max(self.series.get(name, {}).values(), default=None)
 
+    def greatest(self, name: str, count: int) -> list[float] | None:
+        """The greatest values of a gauge, the greatest first; None if there is none."""
+        values = self.series.get(name)
+        return None if values is None else sorted(values.values(), reverse=True)[:count]
+
     def by(self, name: str, label: str) -> dict[str, float]:
         """Sum the series by a label that they have."""
         return _by(self.series.get(name, {}), label)

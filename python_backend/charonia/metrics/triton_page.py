@@ -19,10 +19,10 @@ Because nothing is freed, the counters and histograms of one scheduler continue 
 import ctypes
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from charonia.metrics.metric_table import BY_NAME, VLLM_METRICS, labels_of
+from charonia.metrics.metric_table import BY_NAME, OLDEST, VLLM_METRICS, labels_of
 from charonia.metrics.metrics import Metrics, Series
 from charonia.metrics.other_names import gauges_of_others, infos_of_vllm, shown_again
 from charonia.metrics.page_socket import HistogramState, SchedulerMetrics
@@ -38,6 +38,7 @@ class MetricsExporter:
 
     Args:
         labels: of every series: `model` and `version`. block_size: tokens per KV block.
+        oldest_s: returns the ages of this many of the oldest live requests, in seconds.
         with_vllm_names: also report under vLLM's names. log: takes one line.
     """
 
@@ -48,11 +49,13 @@ class MetricsExporter:
         *,
         labels: Mapping[str, str],
         block_size: Callable[[], int],
+        oldest_s: Callable[[int], Sequence[float]],
         with_vllm_names: bool,
         log: Callable[[str], None],
     ) -> None:
         self._metrics = metrics
         self._block_size = block_size
+        self._oldest_s = oldest_s
         self._log = log
         self._series = TritonSeries(pb_utils, labels)
         self._hidden = {} if with_vllm_names else VLLM_METRICS
@@ -111,6 +114,7 @@ class MetricsExporter:
     def _export(self) -> None:
         gauges = dict(self._metrics.gauges)  # before the counters: if idle, it has counted all
         counters = dict(self._metrics.counters)
+        gauges |= self._ages()
         gauges |= shown_again("gauge", gauges) | gauges_of_others(gauges, self._block_size())
         counters |= shown_again("counter", counters)
         for series, total in counters.items():
@@ -123,6 +127,14 @@ class MetricsExporter:
         for name, metric in self._histograms.items():
             if metric.place == "triton":
                 self._series.observe(name, observations.get(metric.shows or name, ()))
+
+    def _ages(self) -> dict[Series, float]:
+        """The ages of the oldest requests, which grow while the scheduling thread does nothing."""
+        found = [*self._oldest_s(len(OLDEST)), *(0.0 for _ in OLDEST)]
+        return {
+            ("charonia_oldest_request_seconds", place): age
+            for place, age in zip(OLDEST, found, strict=False)
+        }
 
 
 class TritonSeries:

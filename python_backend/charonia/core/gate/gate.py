@@ -10,6 +10,7 @@ to the size of its bucket.
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import islice
 from math import inf
 from typing import NamedTuple
 
@@ -102,6 +103,17 @@ class Gate:
                 num_others += account.num_live - account.num_waiting
                 found[label] = num_waiting, num_others
         return found
+
+    def oldest_s(self, count: int) -> list[float]:
+        """Ages of this many live requests, the oldest first, in seconds; fewer if there are fewer.
+
+        They are those that were admitted first: requests are kept in that order, so the others are
+        not looked at. An age counts from the arrival, which is earlier.
+        """
+        with self._lock:
+            arrivals = [one.arrived_at for one in islice(self._live.values(), count)]
+        now = self._clock()
+        return [max(0.0, now - arrived_at) for arrived_at in sorted(arrivals)]
 
     @property
     def num_live(self) -> int:

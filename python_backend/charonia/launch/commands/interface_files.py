@@ -91,7 +91,7 @@ def places() -> dict[str, Callable[[], Iterable[str]]]:
     found["arguments of a tenant"] = partial(_arguments, TenantArgs)
     found["arguments without effect"] = _without_effect
     found["metrics"] = partial(_metrics, METRICS)
-    found["metrics by vLLM's names"] = partial(_metrics, VLLM_METRICS)
+    found["metrics by vLLM's names"] = _vllm_metrics
     return found
 
 
@@ -188,10 +188,34 @@ def _metrics(metrics: Mapping[str, Metric]) -> Iterable[str]:
     yield "| metric | kind | label | meaning |"
     yield "| --- | --- | --- | --- |"
     for name, one in metrics.items():
-        values = f": {', '.join(one.values)}" if one.values else ""
-        label = f"`{one.label}`{values}" if one.label else ", ".join(f"`{i}`" for i in one.info)
-        where = "" if one.place == "triton" else ", merged page"
-        yield f"| `{name}` | {one.kind}{where} | {label} | {one.help} |"
+        yield f"| `{name}` | {_kind(one)} | {_label(one)} | {one.help} |"
+
+
+def _vllm_metrics() -> Iterable[str]:
+    yield "| metric | ours | kind | label | meaning |"
+    yield "| --- | --- | --- | --- | --- |"
+    for name, one in VLLM_METRICS.items():
+        yield f"| `{name}` | {_ours(one)} | {_kind(one)} | {_label(one)} | {one.help} |"
+
+
+def _kind(metric: Metric) -> str:
+    return metric.kind + ("" if metric.place == "triton" else ", merged page")
+
+
+def _label(metric: Metric) -> str:
+    if not metric.label:
+        return ", ".join(f"`{name}`" for name in metric.info)
+    return f"`{metric.label}`" + (f": {', '.join(metric.values)}" if metric.values else "")
+
+
+def _ours(metric: Metric) -> str:
+    """The metric of ours that answers one by another's name."""
+    if metric.ours or metric.shows not in METRICS:
+        return metric.ours or "none"
+    label = METRICS[metric.shows].label
+    if not label or metric.label:
+        return f"`{metric.shows}`" + (f", by `{label}`" if label else "")
+    return f"`{metric.shows}`, all of `{label}`"
 
 
 def main(arguments: list[str] | None = None) -> int:

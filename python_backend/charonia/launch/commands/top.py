@@ -29,6 +29,7 @@ _NONE = "-"
 _COLOURS = {"serving": "green", "reloading": "yellow"}
 """Of the engine's states; the others are red."""
 MAX_TENANTS = 12
+_NUM_OLDEST = 5
 Row = tuple[str, ...]
 
 
@@ -140,6 +141,8 @@ def _requests(span: Span) -> Iterator[Row]:
     running = after.total("charonia_requests_running")
     yield "running", _number(running) + (f" of {_number(rows)}" if rows else "")
     yield "waiting", _number(after.total("charonia_requests_waiting"))
+    oldest = after.greatest("charonia_oldest_request_seconds", _NUM_OLDEST)
+    yield "slowest requests", _NONE if oldest is None else _ages(oldest)
     yield "finished", _per_s(span.rate("charonia_finished_total"))
     yield "refused", _per_s(span.rate("charonia_rejections_total"))
     yield "cancelled", _per_s(span.rate("charonia_cancellations_total"))
@@ -245,6 +248,11 @@ def _number(value: float | None) -> str:
     if value >= 1e6:
         return f"{value / 1e6:.1f}M"
     return f"{value:,.0f}" if value >= 10 or value == round(value) else f"{value:.1f}"
+
+
+def _ages(oldest: Sequence[float]) -> str:
+    shown = ", ".join(_number(round(age, 1)) for age in oldest if age)
+    return f"{shown} s so far" if shown else "none"
 
 
 def _per_s(value: float | None) -> str:

@@ -217,6 +217,7 @@ class SchedulerHost:
             self._service.metrics,
             labels={"model": args["model_name"], "version": args["model_version"]},
             block_size=lambda: self._service.engine_args.block_size,
+            oldest_s=self._service.oldest_s,
             with_vllm_names=scheduler_args.report_custom_metrics,
             log=log,
         )
