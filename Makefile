@@ -41,7 +41,7 @@ help:
 	@echo "make interface   write what config.pbtxt and README.md files repeat of the interface's tables"
 	@echo "make bench   measure against vLLM, llama.cpp and transformers; arguments in ARGS; peers: make bench-peers"
 	@echo "make bench-speculation   measure what speculative decoding gains and costs; arguments in ARGS"
-	@echo "make bench-observing   measure what it costs to read metrics and to trace requests; arguments in ARGS"
+	@echo "make bench-observing   measure what it costs to read metrics, to trace requests and to log them; arguments in ARGS"
 	@echo "make bench-overlap   measure what steps that overlap are worth behind Triton; arguments in ARGS"
 	@echo "make bench-gap   measure what lies between the passes of two steps in the engine; arguments in ARGS"
 	@echo "make bench-attention  measure attention over pages beside what the machine reads and multiplies; arguments in ARGS"

@@ -1,207 +1,230 @@
-"""Measure what it costs to observe a server: metrics that are read, requests that are traced.
+"""Measure what it costs to observe a server: metrics that are read, requests that are traced, logs.
 
     python loadtests/observing_bench.py                       # the demo model, 1, 8 and 32 at once
     python loadtests/observing_bench.py --models llama-135m --concurrency 8
 
-Four servers with the same model take turns with the same new prompts, in a new random order: one
-that nobody observes, one whose metrics page is read every second, one of which every request is
-traced, by tritonserver and by the scheduler, and one with both. Readers, a collector that drops
-what it gets, and the client share the machine's cores. A ratio is that of two turns of one
-repetition, and the first repetition is not counted. Greedy, EOS ignored, no prefix cache, no
-speculation.
+Four servers (`charonia serve`) with the same model take turns with the same new prompts, in a new
+random order:
+
+    unobserved      nobody looks; the log is text, at its usual level
+    metrics read    the metrics page is read once a second
+    traced          every request is traced, by tritonserver and by the scheduler
+    everything      both; metrics also by vLLM's names; the log is JSON, at level debug
+
+A turn is ten seconds of work or more, and all its spans are sent before the next one begins.
+Readers, a collector that drops what it gets, and the client share the machine's cores. A ratio is
+that of two turns of one repetition, and the first repetition is not counted. Greedy, EOS ignored,
+no prefix cache, no speculation.
+
+By default it takes about 22 minutes on an idle machine.
 """
 
 import argparse
 import contextlib
+import math
 import random
 import statistics
-import subprocess
-import sys
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import httpx
-from tqdm import tqdm
+from tritonclient.utils import InferenceServerException
 
-from charonia.config import DEMO_CHECKPOINT
-from charonia.launch.server.trace_options import trace_options
-from checkpoint import SHAPES, make_checkpoint
-from command_line import add_output, make_parser, positive
-from figures import Figures, decode_figures, ratio
-from paths import CACHE, LOADTESTS
-from plot import draw_ratios, make_figure, save
+from command_line import add_output, exit_on_sigterm, make_parser
+from figures import Figures, Ratio, WrongOutputError, decode_figures, ratio
+from observed_side import ObservedSide
 from record import circumstances, output_stem, write_record
 from report import markdown_table
-from systems_under_test import Request
+from systems_under_test import SideError, Waves
 from thresholds import verdict
-from triton_side import TritonSide
+from turns import (
+    add_turns,
+    checkpoint_of,
+    draw_waves,
+    engine_settings,
+    least_waves,
+    take_turns,
+    write_ratios,
+)
 
-OFF, METRICS, TRACES, BOTH = "unobserved", "metrics read", "traced", "both"
-SIDES = (OFF, METRICS, TRACES, BOTH)
+OFF, METRICS, TRACES, EVERYTHING = "unobserved", "metrics read", "traced", "everything"
+SIDES = (OFF, METRICS, TRACES, EVERYTHING)
 GOALS = {METRICS: 0.99}
-"""Of tokens per second over those of `OFF`; tracing every request has none."""
-MODELS = ("demo", "llama-135m")
-CONCURRENCY = (1, 8, 32)
-PROMPT_TOKENS = 32
-NEW_TOKENS = {"demo": 192, "llama-135m": 64}
-MIN_REQUESTS = 4
-READ_EVERY_S = 1.0
+"""Of tokens per second over those of `OFF`; the others have none."""
+TURN_S = 10.0
 
-Results = dict[tuple[str, int], dict[str, list[Figures]]]
-"""By model and concurrency, then by side; one entry per turn."""
+
+@dataclass
+class Case:
+    """What was found with one model and so many requests at once.
+
+    Attributes:
+        num_waves: of a turn. figures: of each side, one entry per turn.
+        reads, failed_reads: of the metrics of each side.
+    """
+
+    num_waves: int
+    figures: dict[str, list[Figures]]
+    reads: dict[str, int] = field(default_factory=dict)
+    failed_reads: dict[str, int] = field(default_factory=dict)
+
+    def rates(self, name: str) -> list[float]:
+        """Tokens per second of a side, turn by turn."""
+        return [one["tokens_per_second"] for one in self.figures[name]]
+
+    def share(self, name: str) -> Ratio:
+        """A side's tokens per second over those of the unobserved one."""
+        return ratio(self.rates(name), self.rates(OFF))
+
+    def as_json(self) -> dict[str, Any]:
+        """What is recorded of it."""
+        shares = {name: self.share(name) for name in SIDES[1:]}
+        ratios = {
+            name: asdict(share)
+            | ({"goal": GOALS[name], "verdict": _judged(name, share)} if name in GOALS else {})
+            for name, share in shares.items()
+        }
+        return asdict(self) | {"ratios": ratios}
+
+
+Results = dict[tuple[str, int], Case]
+"""By model and concurrency."""
 
 
 def main() -> None:
     """Measure as the command line says."""
     options = _parser().parse_args()
     stem = output_stem(options.output, "observing")
+    exit_on_sigterm("observing_bench")
     about = circumstances("observing_bench.py") | {"repetitions": options.repetitions}
     results: Results = {}
-    for model in options.models:
-        results |= measure(model, options)
-    print(as_markdown(results))
-    recorded = {f"{model}, {count}": case for (model, count), case in results.items()}
-    written = write_record(stem, {**about, "results": recorded}, draw=partial(write_plot, results))
-    print(f"\n{written}")
+    try:
+        for model in options.models:
+            for count, case in measure(model, options):
+                results[model, count] = case
+    except (SideError, WrongOutputError, InferenceServerException) as error:
+        about["failed"] = str(error)
+    if results:
+        table = as_markdown(results)
+        print(table)
+        recorded = {f"{model}, {count}": case.as_json() for (model, count), case in results.items()}
+        found = {**about, "results": recorded}
+        print(f"\n{write_record(stem, found, draw=partial(write_plot, results), table=table)}")
+    if "failed" in about:
+        raise SystemExit(f"observing_bench: {about['failed']}")
 
 
-def measure(model: str, options: argparse.Namespace) -> Results:
-    """All concurrencies with one model."""
+def measure(model: str, options: argparse.Namespace) -> Iterator[tuple[int, Case]]:
+    """All concurrencies with one model, one after the other.
+
+    Raises:
+        SideError, WrongOutputError, InferenceServerException: a side cannot be started, or failed.
+    """
     drawn = random.Random(f"{options.seed} {model}")
-    results: Results = {}
     with contextlib.ExitStack() as stack:
         sides = _start(stack, model)
         for count in options.concurrency:
-            case = results[model, count] = {name: [] for name in SIDES}
-            turns = tqdm(range(options.repetitions + 1), desc=f"{model}, {count} at once")
-            for repetition in turns:
-                waves = [
-                    [_request(NEW_TOKENS[model], drawn) for _ in range(count)]
-                    for _ in range(-(-MIN_REQUESTS // count))
-                ]
-                for name in drawn.sample(SIDES, len(SIDES)):
-                    side = sides[name]
-                    with _reading(side) if name in (METRICS, BOTH) else contextlib.nullcontext():
-                        traces = side.run(waves)
-                    if repetition:
-                        case[name].append(decode_figures(traces, waves))
-    return results
+            prompts = partial(draw_waves, model, drawn, count)
+            num_waves = _waves_of_a_turn(sides[OFF], prompts, count, options.turn_seconds)
+            before = {name: (side.reads, side.failed_reads) for name, side in sides.items()}
+            figures = take_turns(
+                f"{model}, {count} at once, {num_waves} waves",
+                SIDES,
+                options.repetitions,
+                drawn,
+                new_waves=partial(prompts, num_waves),
+                turn=lambda name, waves: decode_figures(sides[name].run(waves), waves),
+                after_first=lambda: _check_senders(sides),
+            )
+            reads = {name: side.reads - before[name][0] for name, side in sides.items()}
+            failed = {name: side.failed_reads - before[name][1] for name, side in sides.items()}
+            yield count, Case(num_waves, figures, reads, failed)
 
 
-def _start(stack: contextlib.ExitStack, model: str) -> Mapping[str, TritonSide]:
-    if model == "demo":
-        checkpoint = DEMO_CHECKPOINT
-    else:
-        checkpoint = make_checkpoint(SHAPES[model], CACHE / model)
-    endpoint = stack.enter_context(_collector())
+def _start(stack: contextlib.ExitStack, model: str) -> dict[str, ObservedSide]:
+    checkpoint, settings = checkpoint_of(model), engine_settings(model)
     sides = {}
     for name in SIDES:
-        settings: dict[str, Any] = {
-            "dtype": "auto",
-            "device": "cpu",
-            "max_model_len": PROMPT_TOKENS + NEW_TOKENS[model],
-            "enable_prefix_caching": False,
-        }
-        tritonserver: list[str] = []
-        if name in (TRACES, BOTH):
-            settings["scheduler.otlp_traces_endpoint"] = endpoint
-            tritonserver = trace_options(endpoint, rate=1)
-        sides[name] = TritonSide(checkpoint, settings, tritonserver)
-        stack.callback(sides[name].close)
+        is_everything = name == EVERYTHING
+        names = {"scheduler.REPORT_CUSTOM_METRICS": "yes"} if is_everything else {}
+        side = sides[name] = ObservedSide(
+            checkpoint,
+            settings | names,
+            is_traced=name in (TRACES, EVERYTHING),
+            is_read=name in (METRICS, EVERYTHING),
+            options=["--log-format=json", "--log-level=debug"] if is_everything else [],
+        )
+        stack.callback(side.close)
     return sides
 
 
-@contextlib.contextmanager
-def _collector() -> Iterator[str]:
-    """A collector in a process of its own; its endpoint. Triton and charonia must have sent."""
-    command = [sys.executable, str(LOADTESTS / "workers" / "otlp_sink.py")]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        yield f"http://127.0.0.1:{int(process.stdout.readline())}"
-        process.stdin.close()
-        if (count := int(process.stdout.readline())) < 2:
-            raise SystemExit(f"{count} of 2 senders sent spans, so the traced figures mean nothing")
+def _waves_of_a_turn(
+    side: ObservedSide, prompts: Callable[[int], Waves], count: int, turn_s: float
+) -> int:
+    """How many waves take so many seconds on this side, by shorter turns before."""
+    num_waves = least_waves(count)
+    for seconds in (turn_s / 4, turn_s):
+        traces = side.run(prompts(num_waves))
+        per_wave = sum(wave.seconds for wave in traces) / num_waves
+        num_waves = max(num_waves, math.ceil(seconds / per_wave))
+    return num_waves
 
 
-@contextlib.contextmanager
-def _reading(side: TritonSide) -> Iterator[None]:
-    """Read a server's metrics page every second, as Prometheus does."""
-    stop = threading.Event()
-    errors: list[httpx.HTTPError] = []
-
-    def read() -> None:
-        with httpx.Client() as http:
-            while not errors:
-                try:
-                    http.get(side.metrics_url).raise_for_status()
-                except httpx.HTTPError as error:
-                    errors.append(error)
-                if stop.wait(READ_EVERY_S):
-                    return
-
-    thread = threading.Thread(target=read)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
-    if errors:
-        raise errors[0]
+def _check_senders(sides: dict[str, ObservedSide]) -> None:
+    for side in sides.values():
+        side.check_senders()
 
 
-def _request(new_tokens: int, drawn: random.Random) -> Request:
-    return Request([drawn.randrange(1, 4000) for _ in range(PROMPT_TOKENS)], new_tokens)
+def _judged(name: str, share: Ratio) -> str:
+    return verdict(share.interval, GOALS[name])
 
 
 def as_markdown(results: Results) -> str:
     """Tokens per second of each side, and its share of what an unobserved server has."""
-    rows = []
+    rates, shares = [], []
     for (model, count), case in results.items():
-        rates = {name: _rates(turns) for name, turns in case.items()}
-        shares = []
+        medians = [f"{statistics.median(case.rates(name)):,.0f}" for name in SIDES]
+        reads = [f"{case.failed_reads[name]} of {case.reads[name]}" for name in _READ]
+        rates.append([model, str(count), *medians, *reads])
         for name in SIDES[1:]:
-            share = ratio(rates[name], rates[OFF])
-            judged = f", {verdict(share.interval, GOALS[name])}" if name in GOALS else ""
-            shares.append(f"{share}{judged}")
-        row = [f"{statistics.median(rates[name]):,.0f}" for name in SIDES]
-        rows.append([model, str(count), *row, *shares])
-    header = [f"tok/s, {name}" for name in SIDES] + [f"{name} / {OFF}" for name in SIDES[1:]]
-    return markdown_table(["model", "at once", *header], rows)
+            share, goal = case.share(name), GOALS.get(name)
+            interval = share.interval
+            shares.append(
+                [
+                    *(model, str(count), name),
+                    f"{share.median:.3f}",
+                    f"{interval.low:.3f} to {interval.high:.3f}" if interval else "too few pairs",
+                    *(["none", ""] if goal is None else [f"{goal:g}", _judged(name, share)]),
+                ]
+            )
+    head = ["model", "at once", *(f"tok/s, {name}" for name in SIDES)]
+    head += [f"failed reads, {name}" for name in _READ]
+    second = ["model", "at once", "side", f"tok/s over {OFF}", "interval", "goal", "verdict"]
+    return f"{markdown_table(head, rates)}\n\n{markdown_table(second, shares)}\n"
 
 
-def _rates(turns: list[Figures]) -> list[float]:
-    return [one["tokens_per_second"] for one in turns]
+_READ = (METRICS, EVERYTHING)
 
 
 def write_plot(results: Results, path: Path) -> None:
     """Tokens per second as a share of an unobserved server's; whiskers are all repetitions."""
-    figure = make_figure(2.2 * len(results) + 2, 4)
-    axis = figure.subplots()
-    for place, name in enumerate(SIDES[1:]):
-        found = [ratio(_rates(case[name]), _rates(case[OFF])) for case in results.values()]
-        places = [index + 0.27 * (place - 1) for index in range(len(found))]
-        draw_ratios(axis, places, found, 0.25, name)
-    axis.axhline(1.0, color="black", linewidth=0.8, linestyle="dashed")
-    axis.set_xticks(range(len(results)), [f"{model}\n{count} at once" for model, count in results])
-    axis.set_ylabel("output tokens/s, share of an unobserved server's")
-    axis.legend()
-    save(figure, path)
+    shares = {name: [case.share(name) for case in results.values()] for name in SIDES[1:]}
+    write_ratios(path, list(results), shares, "output tokens/s, share of an unobserved server's")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser(__doc__)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=["demo"])
-    parser.add_argument("--concurrency", nargs="+", type=positive, default=list(CONCURRENCY))
-    parser.add_argument("--repetitions", type=positive, default=9, metavar="N", help="default: 9")
-    parser.add_argument("--seed", type=int, default=0, help="of the prompts; default: 0")
-    add_output(parser, "observing", "png")
+    add_turns(parser, ["demo"])
+    parser.add_argument(
+        "--turn-seconds",
+        type=float,
+        default=TURN_S,
+        metavar="S",
+        help="about how long a turn of the unobserved side is; default: %(default)g",
+    )
+    add_output(parser, "observing", "png", "md")
     return parser
 
 

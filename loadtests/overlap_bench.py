@@ -20,31 +20,31 @@ import statistics
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import psutil
-from tqdm import tqdm
 
-from charonia.config import DEMO_CHECKPOINT
-from checkpoint import SHAPES, make_checkpoint
-from command_line import add_output, make_parser, positive
+from command_line import add_output, exit_on_sigterm, make_parser
 from figures import Figures, decode_figures, median_figures, ratio
-from paths import CACHE
-from plot import draw_ratios, make_figure, save
 from record import circumstances, output_stem, write_record
 from report import markdown_table
-from systems_under_test import BASE, SPECS, Request, Side, Waves, WorkerSide
+from systems_under_test import BASE, SPECS, Side, Waves, WorkerSide
 from thresholds import verdict
 from triton_side import TritonSide
+from turns import (
+    MODELS,
+    add_turns,
+    checkpoint_of,
+    draw_waves,
+    engine_settings,
+    least_waves,
+    take_turns,
+    write_ratios,
+)
 
 ON, OFF, ALONE = "overlap", "one at a time", "without Triton"
 SIDES = (ON, OFF, ALONE)
-MODELS = ("demo", "llama-135m")
 GOALS = {1: 0.95, 8: 0.92, 32: 0.92}
 """Of `ON` over `ALONE`, by concurrency."""
-PROMPT_TOKENS = 32
-NEW_TOKENS = {"demo": 192, "llama-135m": 64}
-MIN_REQUESTS = 4
 
 
 @dataclass
@@ -72,6 +72,7 @@ def main() -> None:
     """Measure as the command line says."""
     options = _parser().parse_args()
     stem = output_stem(options.output, "overlap")
+    exit_on_sigterm("overlap_bench")
     about = circumstances("overlap_bench.py") | {"repetitions": options.repetitions}
     results: Results = {}
     for model in options.models:
@@ -93,32 +94,23 @@ def measure(model: str, options: argparse.Namespace) -> Results:
     with contextlib.ExitStack() as stack:
         sides = _start(stack, model)
         for count in options.concurrency:
-            case = results[model, count] = {name: Turns() for name in SIDES}
-            turns = tqdm(range(options.repetitions + 1), desc=f"{model}, {count} at once")
-            for repetition in turns:
-                waves = [
-                    [_request(NEW_TOKENS[model], drawn) for _ in range(count)]
-                    for _ in range(-(-MIN_REQUESTS // count))
-                ]
-                for name in drawn.sample(SIDES, len(SIDES)):
-                    figures, busy = _turn(sides[name], waves)
-                    if repetition:
-                        case[name].figures.append(figures)
-                        case[name].busy.append(busy)
+            found = take_turns(
+                f"{model}, {count} at once",
+                SIDES,
+                options.repetitions,
+                drawn,
+                new_waves=partial(draw_waves, model, drawn, count, least_waves(count)),
+                turn=lambda name, waves: _turn(sides[name], waves),
+            )
+            results[model, count] = {
+                name: Turns([figures for figures, _ in turns], [busy for _, busy in turns])
+                for name, turns in found.items()
+            }
     return results
 
 
 def _start(stack: contextlib.ExitStack, model: str) -> dict[str, Side]:
-    if model == "demo":
-        checkpoint = DEMO_CHECKPOINT
-    else:
-        checkpoint = make_checkpoint(SHAPES[model], CACHE / model)
-    settings: dict[str, Any] = {
-        "dtype": "auto",
-        "device": "cpu",
-        "max_model_len": PROMPT_TOKENS + NEW_TOKENS[model],
-        "enable_prefix_caching": False,
-    }
+    checkpoint, settings = checkpoint_of(model), engine_settings(model)
     sides: dict[str, Side] = {
         name: TritonSide(checkpoint, {**settings, "async_scheduling": name == ON})
         for name in (ON, OFF)
@@ -130,10 +122,6 @@ def _start(stack: contextlib.ExitStack, model: str) -> dict[str, Side]:
         stack.callback(side.close)
     worker.pause()
     return sides
-
-
-def _request(new_tokens: int, drawn: random.Random) -> Request:
-    return Request([drawn.randrange(1, 4000) for _ in range(PROMPT_TOKENS)], new_tokens)
 
 
 def _turn(side: Side, waves: Waves) -> tuple[Figures, dict[str, float]]:
@@ -204,28 +192,20 @@ _PARTS = ("engine", "scheduler", "server and others", "client")
 
 def write_plot(results: Results, path: Path) -> None:
     """Tokens per second as a share of those without Triton; whiskers are all repetitions."""
-    figure = make_figure(1.6 * len(results) + 2, 4)
-    axis = figure.subplots()
-    for place, name in enumerate((OFF, ON)):
-        found = [
+    shares = {
+        name: [
             ratio(case[name].all_of("tokens_per_second"), case[ALONE].all_of("tokens_per_second"))
             for case in results.values()
         ]
-        places = [index + 0.4 * place - 0.2 for index in range(len(found))]
-        draw_ratios(axis, places, found, 0.38, name)
-    axis.axhline(1.0, color="black", linewidth=0.8, linestyle="dashed")
-    axis.set_xticks(range(len(results)), [f"{model}\n{count} at once" for model, count in results])
-    axis.set_ylabel("output tokens/s behind Triton, share of those without it")
-    axis.legend()
-    save(figure, path)
+        for name in (OFF, ON)
+    }
+    label = "output tokens/s behind Triton, share of those without it"
+    write_ratios(path, list(results), shares, label)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser(__doc__)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--concurrency", nargs="+", type=positive, default=list(GOALS))
-    parser.add_argument("--repetitions", type=positive, default=9, metavar="N", help="default: 9")
-    parser.add_argument("--seed", type=int, default=0, help="of the prompts; default: 0")
+    add_turns(parser, MODELS)
     add_output(parser, "overlap", "png")
     return parser
 

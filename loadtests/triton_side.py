@@ -27,7 +27,6 @@ class TritonSide:
 
     Args:
         settings: engine arguments, and `scheduler.NAME` of the scheduler's.
-        tritonserver: further options, `--name=value` each.
 
     Raises:
         charonia.errors.CharoniaError: the server cannot be started.
@@ -35,33 +34,18 @@ class TritonSide:
 
     name = TRITON
 
-    def __init__(
-        self, model: Path, settings: dict[str, Any], tritonserver: Sequence[str] = ()
-    ) -> None:
-        as_text = tuple(
-            f"{name}={value if isinstance(value, str) else json.dumps(value)}"
-            for name, value in settings.items()
-        )
+    def __init__(self, model: Path, settings: dict[str, Any]) -> None:
+        as_text = tuple(settings_as_text(settings))
         self._exit = contextlib.ExitStack()
         self._server = self._exit.enter_context(
-            running_server(
-                model=model,
-                settings=as_text,
-                timeout=START_TIMEOUT_S,
-                tritonserver=tritonserver,
-            )
+            running_server(model=model, settings=as_text, timeout=START_TIMEOUT_S)
         )
         self.versions = {name: version(name) for name in ("nvidia-pytriton", "tritonclient")}
         self.notes = ["gRPC streams; the client's process computes beside the server"]
 
-    @property
-    def metrics_url(self) -> str:
-        """The URL of its metrics page."""
-        return self._server.metrics_url
-
     def run(self, waves: Waves, sampling: dict[str, Any] | None = None) -> list[WaveTrace]:
         """See `systems_under_test.Side`."""
-        return asyncio.run(self._run(waves, sampling or {}))
+        return run_waves(self._server.grpc_url, waves, sampling)
 
     def processes(self) -> list[psutil.Process]:
         """The server and its models' processes."""
@@ -74,16 +58,32 @@ class TritonSide:
         """Stop the server."""
         self._exit.close()
 
-    async def _run(self, waves: Waves, sampling: dict[str, Any]) -> list[WaveTrace]:
-        traces = []
-        async with grpc_aio.InferenceServerClient(self._server.grpc_url) as client:
-            await client.is_server_live()  # connects before the clock starts
-            for wave in waves:
-                started = time.perf_counter()
-                streams = [complete(client, *request, sampling, started) for request in wave]
-                done = list(await asyncio.gather(*streams))
-                traces.append(WaveTrace(max(trace.arrivals[-1] for trace in done), done))
-        return traces
+
+def settings_as_text(settings: dict[str, Any]) -> list[str]:
+    """Engine arguments as `NAME=VALUE`, for `charonia serve --set` and the like."""
+    return [
+        f"{name}={value if isinstance(value, str) else json.dumps(value)}"
+        for name, value in settings.items()
+    ]
+
+
+def run_waves(
+    grpc_url: str, waves: Waves, sampling: dict[str, Any] | None = None
+) -> list[WaveTrace]:
+    """Complete all requests on the server at this address, as `systems_under_test.Side.run`."""
+    return asyncio.run(_run_waves(grpc_url, waves, sampling or {}))
+
+
+async def _run_waves(grpc_url: str, waves: Waves, sampling: dict[str, Any]) -> list[WaveTrace]:
+    traces = []
+    async with grpc_aio.InferenceServerClient(grpc_url) as client:
+        await client.is_server_live()  # connects before the clock starts
+        for wave in waves:
+            started = time.perf_counter()
+            streams = [complete(client, *request, sampling, started) for request in wave]
+            done = list(await asyncio.gather(*streams))
+            traces.append(WaveTrace(max(trace.arrivals[-1] for trace in done), done))
+    return traces
 
 
 async def complete(

@@ -2,24 +2,35 @@
 
     python loadtests/workers/otlp_sink.py
 
-Prints its port, and when stdin is closed the number of senders, which their user agents tell apart.
+Prints its port. For each line on stdin it prints, as JSON, how many requests it has had and their
+senders, which their user agents tell apart. It ends with stdin.
 """
 
 import http.server
+import json
 import sys
 import threading
-from typing import ClassVar
 
 
-class Sink(http.server.BaseHTTPRequestHandler):
-    """Takes every body. `senders`: their user agents."""
+class Sink(http.server.ThreadingHTTPServer):
+    """Counts requests, and keeps the user agents of their senders."""
 
-    senders: ClassVar[set[str]] = set()
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.lock = threading.Lock()
+        self.requests = 0
+        self.senders: set[str] = set()
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    server: Sink
 
     def do_POST(self) -> None:
         """Take a request."""
         self.rfile.read(int(self.headers["content-length"]))
-        Sink.senders.add(self.headers.get("user-agent", ""))
+        with self.server.lock:
+            self.server.requests += 1
+            self.server.senders.add(self.headers.get("user-agent", ""))
         self.send_response(200)
         self.end_headers()
 
@@ -28,8 +39,10 @@ class Sink(http.server.BaseHTTPRequestHandler):
 
 
 if __name__ == "__main__":
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Sink)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    print(server.server_port, flush=True)
-    sys.stdin.read()
-    print(len(Sink.senders), flush=True)
+    sink = Sink()
+    threading.Thread(target=sink.serve_forever, daemon=True).start()
+    print(sink.server_port, flush=True)
+    for _ in sys.stdin:
+        with sink.lock:
+            counted = {"requests": sink.requests, "senders": sorted(sink.senders)}
+        print(json.dumps(counted), flush=True)

@@ -1,8 +1,12 @@
 """Traces of requests to a real tritonserver, as a collector gets them."""
 
+import contextlib
+import os
 import secrets
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -18,12 +22,13 @@ from support.e2e import (
     GrpcStream,
     one_torch_thread,
     request_inputs,
+    wait_for,
 )
 from support.gateway import running_gateway
 
 NUM_TOKENS = 6
 NUM_STREAMS = 200
-PARTS = ("queue", "prefill", "decode", "send")
+PARTS = ("tokenize", "queue", "prefill", "decode", "send")
 
 
 @pytest.fixture(scope="module")
@@ -32,16 +37,12 @@ def collector() -> Iterator[Collector]:
         yield collector
 
 
-@pytest.fixture(scope="module")
-def server(checkpoint: Callable[..., Path], collector: Collector) -> Iterator[TritonServer]:
-    """A server that traces what its clients trace; its own spans go over gRPC."""
-    settings = (
-        ONE_THREAD,
-        "max_num_batched_tokens=32",
-        "max_num_seqs=4",
-        f"scheduler.otlp_traces_endpoint={collector.grpc_endpoint}",
-    )
-    options = trace_options(collector.http_endpoint, rate=0)
+@contextlib.contextmanager
+def traced_server(
+    model: Path, collector: Collector, rate: int, *settings: str, **options: Any
+) -> Iterator[TritonServer]:
+    """A server that traces one in `rate` requests; its own spans go over gRPC, all of them soon."""
+    tracing = (ONE_THREAD, f"scheduler.otlp_traces_endpoint={collector.grpc_endpoint}")
     quick = "--trace-config=opentelemetry,bsp_schedule_delay=200"
     with (
         one_torch_thread(),
@@ -49,12 +50,33 @@ def server(checkpoint: Callable[..., Path], collector: Collector) -> Iterator[Tr
     ):
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")
         with running_server(
-            model=checkpoint("LlamaForCausalLM"),
-            settings=settings,
-            facades=("tensorrt-llm",),
-            tritonserver=[*options, quick],
+            model=model,
+            settings=(*tracing, *settings),
+            tritonserver=[*trace_options(collector.http_endpoint, rate=rate), quick],
+            **options,
         ) as server:
             yield server
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint: Callable[..., Path], collector: Collector) -> Iterator[TritonServer]:
+    """A server that traces what its clients trace."""
+    model = checkpoint("LlamaForCausalLM")
+    settings = ("max_num_batched_tokens=32", "max_num_seqs=4")
+    facades = ("tensorrt-llm",)
+    with traced_server(model, collector, 0, *settings, facades=facades) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def tracing_server(
+    checkpoint: Callable[..., Path], collector: Collector, faulty_repository: Path
+) -> Iterator[TritonServer]:
+    """A server that traces every request. Its engine fails on order, and has six blocks."""
+    model = checkpoint("LlamaForCausalLM")
+    settings = ("max_model_len=80", "num_gpu_blocks_override=7", "max_num_seqs=4")
+    with traced_server(model, collector, 1, *settings, source=faulty_repository) as server:
+        yield server
 
 
 def new_context(flags: str = "01") -> tuple[str, str, str]:
@@ -74,8 +96,12 @@ def whole_below(client_span: str) -> Callable[[list[Span]], bool]:
     return is_whole
 
 
-def check_tree(spans: list[Span], client_span: str) -> Span:
-    """Assert that the spans are one tree below the client's span; return ours of the request."""
+def check_tree(spans: list[Span], client_span: str, num_tokens: int = NUM_TOKENS) -> Span:
+    """Assert that the spans are one tree below the client's span; return ours of the request.
+
+    Args:
+        client_span: empty where the client has none; Triton's is the first one then.
+    """
     assert len([span for span in spans if span.parent_id == client_span]) == 1
     (request,) = [span for span in spans if span.name == "request"]
     below = [span for span in spans if span.parent_id == request.span_id]
@@ -83,7 +109,7 @@ def check_tree(spans: list[Span], client_span: str) -> Span:
     assert set(PARTS) <= set(names)
     for span in below:
         assert request.began_ns <= span.began_ns <= span.ended_ns <= request.ended_ns
-    assert request.attributes["gen_ai.usage.output_tokens"] == NUM_TOKENS
+    assert request.attributes["gen_ai.usage.output_tokens"] == num_tokens
     assert request.attributes["gen_ai.response.finish_reasons"] == ["length"]
     return request
 
@@ -189,3 +215,92 @@ def test_the_gateways_span_is_above_the_servers(
     assert own.attributes["gen_ai.usage.output_tokens"] == NUM_TOKENS
     assert not collector.spans(untraced)
     assert collector.spans(trace_id_of_odd)
+
+
+def trace_ids_of(collector: Collector, request_id: str) -> list[str]:
+    """The traces with this request that have come so far."""
+    return [
+        span.trace_id
+        for trace_id in collector.traces()
+        for span in collector.spans(trace_id)
+        if span.attributes.get("charonia.request_id") == request_id
+    ]
+
+
+def trace_of(collector: Collector, request_id: str) -> list[Span]:
+    """The spans of a request's trace, once it is whole."""
+    (trace_id,) = wait_for(lambda: trace_ids_of(collector, request_id), bool)
+    return collector.wait(trace_id, whole_below(""))
+
+
+@pytest.mark.parametrize("model", ["scheduler", "llm"])
+def test_every_request_is_traced_by_default(
+    tracing_server: TritonServer, collector: Collector, model: str
+) -> None:
+    request_id = f"default-{model}"
+    with GrpcStream(tracing_server, model) as stream:
+        inputs = request_inputs("A prompt", SAMPLING, stream=True)
+        assert list(stream.send(inputs, request_id=request_id))
+    spans = trace_of(collector, request_id)
+    check_tree(spans, "")
+    (top,) = [span for span in spans if not span.parent_id]
+    assert (top.name, top.via) == ("InferRequest", "http")  # Triton's own
+
+
+def test_one_in_three_requests_is_traced(
+    checkpoint: Callable[..., Path], collector: Collector
+) -> None:
+    rate, num_traces = 3, 4
+    inputs = request_inputs("A prompt", SAMPLING, stream=True)
+    request_ids = [f"one-in-three-{number}" for number in range(rate * num_traces)]
+    with traced_server(checkpoint("LlamaForCausalLM"), collector, rate) as server:
+        for request_id in request_ids:
+            with GrpcStream(server, "llm") as stream:
+                assert list(stream.send(inputs, request_id=request_id))
+        traceparent, trace_id, span_id = new_context()  # traced besides, and the last to come
+        with GrpcStream(server, headers={"traceparent": traceparent}) as stream:
+            assert list(stream.send(inputs))
+        collector.wait(trace_id, whole_below(span_id))
+        traced = [name for name in request_ids if trace_ids_of(collector, name)]
+        assert traced in [request_ids[first::rate] for first in range(rate)]
+        for request_id in traced:
+            check_tree(trace_of(collector, request_id), "")
+
+
+def test_a_lost_engine_is_a_span_of_the_stream(
+    tracing_server: TritonServer, collector: Collector
+) -> None:
+    num_tokens = 60
+    sampling = SAMPLING | {"max_tokens": num_tokens}
+    with GrpcStream(tracing_server) as stream:
+        stream.send(request_inputs([5] * 8, sampling, stream=True), request_id="restarted").next()
+        (engine,) = tracing_server.pids("engine")
+        os.kill(engine, signal.SIGKILL)
+        assert list(stream)
+    spans = trace_of(collector, "restarted")
+    request = check_tree(spans, "", num_tokens)
+    assert request.attributes["charonia.restarts"] == 1
+    names = [span.name for span in spans]
+    assert (names.count("recovery"), names.count("preempted")) == (1, 0)
+
+
+def test_a_preemption_is_a_span_of_the_request(
+    tracing_server: TritonServer, collector: Collector
+) -> None:
+    """Two requests grow to five blocks each, of six."""
+    num_tokens = 56
+    sampling = SAMPLING | {"max_tokens": num_tokens}
+    request_ids = ("grows", "grows, too")
+    with GrpcStream(tracing_server) as first, GrpcStream(tracing_server) as second:
+        for number, stream in enumerate((first, second)):
+            inputs = request_inputs([6 + number] * 16, sampling, stream=True)
+            stream.send(inputs, request_id=request_ids[number])
+        for stream in (first, second):
+            assert list(stream)
+    counts = []
+    for request_id in request_ids:
+        spans = trace_of(collector, request_id)
+        request = check_tree(spans, "", num_tokens)
+        counts.append([span.name for span in spans].count("preempted"))
+        assert counts[-1] == request.attributes["charonia.preemptions"]
+    assert sum(counts) >= 1

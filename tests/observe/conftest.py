@@ -4,7 +4,12 @@ Without Prometheus (Debian: prometheus; or PROMETHEUS names it) the tests with i
 and without rsyslog (Debian: rsyslog; or RSYSLOGD names it) those of the log.
 """
 
+import sys
+from pathlib import Path
+
 from support import prometheus, rsyslog
+
+sys.path.append(str(Path(__file__).parents[2] / "loadtests"))  # for how runs are recorded
 
 collect_ignore = []
 if prometheus.PROGRAM is None:

@@ -3,10 +3,11 @@
 import contextlib
 import json
 import math
+import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,10 @@ LOAD_S = 20.0
 NUM_CLIENTS = 4
 THEIRS = 'model_name="scheduler", engine=~"0"'
 """How vLLM's own dashboards select."""
+LABEL_VALUES = re.compile(r"label_values\((?P<series>.*), (?P<label>\w+)\)")
+SPECIAL = re.compile(r"[$^*{}\[\]'+?.()|\\]")
+TARGETS: dict[str, list[str]] = {}
+"""What is scraped, by job."""
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +36,9 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
     with contextlib.ExitStack() as stack:
         folder = tmp_path_factory.mktemp("observed")
         server, gateway = stack.enter_context(observed_server(folder))
-        targets = targets_of(server, gateway)
+        TARGETS.update(targets_of(server, gateway))
         folder = tmp_path_factory.mktemp("prometheus")
-        prometheus = stack.enter_context(running_prometheus(folder, targets))
+        prometheus = stack.enter_context(running_prometheus(folder, TARGETS))
         for number in range(NUM_CLIENTS):
             stack.enter_context(client(server, gateway, number))
         time.sleep(LOAD_S / 2)
@@ -42,23 +47,64 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
         yield prometheus
 
 
-def panels() -> Iterator[Any]:
+def boards() -> Iterator[tuple[str, Any]]:
     for path in sorted(DASHBOARDS.glob("*.json")):
-        for panel in json.loads(path.read_text(encoding="utf-8"))["panels"]:
+        yield path.stem, json.loads(path.read_text(encoding="utf-8"))
+
+
+def variables_of(dashboard: Any) -> list[Any]:
+    """Those that a query fills, in the order in which they use each other."""
+    return [one for one in dashboard["templating"]["list"] if one["type"] == "query"]
+
+
+def panels() -> Iterator[Any]:
+    for name, dashboard in boards():
+        for panel in dashboard["panels"]:
             for target in panel.get("targets", ()):
-                name = f"{path.stem}: {panel['title']} {target['refId']}"
-                yield pytest.param(target["expr"], id=name)
+                case = f"{name}: {panel['title']} {target['refId']}"
+                yield pytest.param(dashboard, target["expr"], id=case)
 
 
-@pytest.mark.parametrize("expr", list(panels()))
-def test_a_panel_has_data(prometheus: Prometheus, expr: str) -> None:
-    for name, value in {
-        "$__rate_interval": RATE_INTERVAL,
-        "$instance": ".*",
-        "$model": ".*",
-    }.items():
-        expr = expr.replace(name, value)
-    assert "$" not in expr
+def filled(query: str, chosen: Mapping[str, list[str]]) -> str:
+    """A query with the values of variables, escaped as Grafana does it in front of Prometheus."""
+    for name, values in chosen.items():
+        escaped = [SPECIAL.sub(r"\\\\\g<0>", value) for value in values]
+        text = escaped[0] if len(escaped) == 1 else f"({'|'.join(escaped)})"
+        query = query.replace(f"${name}", text)
+    return query
+
+
+def values_of(prometheus: Prometheus, dashboard: Any) -> dict[str, list[str]]:
+    """What each variable offers, by its own query."""
+    chosen: dict[str, list[str]] = {}
+    for variable in variables_of(dashboard):
+        found = LABEL_VALUES.fullmatch(filled(variable["query"], chosen))
+        assert found is not None
+        chosen[variable["name"]] = prometheus.label_values(found["label"], found["series"])
+    return chosen
+
+
+@pytest.mark.parametrize(
+    "dashboard", [pytest.param(dashboard, id=name) for name, dashboard in boards()]
+)
+def test_the_variables_offer_what_is_scraped(prometheus: Prometheus, dashboard: Any) -> None:
+    is_gateway = dashboard["uid"].endswith("gateway")
+    expected = {"instance": TARGETS["charonia-gateway" if is_gateway else "charonia"]}
+    if not is_gateway:
+        expected["model"] = ["scheduler"]
+    assert values_of(prometheus, dashboard) == expected
+
+
+@pytest.mark.parametrize(("dashboard", "expr"), list(panels()))
+def test_a_panel_has_data(prometheus: Prometheus, dashboard: Any, expr: str) -> None:
+    """With the values that are offered, and for those who choose all."""
+    every = {variable["name"]: variable["allValue"] for variable in variables_of(dashboard)}
+    expr = expr.replace("$__rate_interval", RATE_INTERVAL)
+    chosen = filled(expr, values_of(prometheus, dashboard))
+    assert "$" not in chosen
+    check_data(prometheus, chosen)
+    for name, value in every.items():
+        expr = expr.replace(f"${name}", value)
     check_data(prometheus, expr)
 
 

@@ -79,6 +79,13 @@ class Prometheus:
         result: list[Any] = reply.json()["data"]["result"]
         return [(one["metric"], float(one["value"][1])) for one in result]
 
+    def label_values(self, label: str, series: str) -> list[str]:
+        """The values that a label of these series has, which Grafana asks for by `label_values`."""
+        reply = self._http.get(f"/api/v1/label/{label}/values", params={"match[]": series})
+        assert reply.is_success, (series, reply.text)
+        values: list[str] = reply.json()["data"]
+        return values
+
     def firing(self) -> set[str]:
         """The names of the alerts that fire."""
         found = self.query('ALERTS{alertstate="firing"}')
