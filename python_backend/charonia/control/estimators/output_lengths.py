@@ -33,6 +33,16 @@ class OutputLengths:
         self._past.note(num_tokens, num_accepted)
         self._recent.note(num_tokens, num_accepted)
 
+    def note_cut_off(self, num_tokens: int, num_accepted: int = 0) -> None:
+        """An answer was ended from outside after `num_tokens` tokens, so it would have been longer.
+
+        It counts as long as answers that are longer. If only answers that end by themselves
+        counted, deadlines would let the short ones alone count, and estimates would shrink.
+        """
+        expected = self.mean(num_tokens)
+        if expected is not None:
+            self.note(round(expected), num_accepted)
+
     def mean(self, num_generated: int) -> float | None:
         """Mean length of answers longer than `num_generated` tokens; None before the first end.
 

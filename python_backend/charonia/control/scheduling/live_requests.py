@@ -189,8 +189,9 @@ class LiveRequests:
         Args:
             is_complete: whether it has generated all its tokens.
         """
-        if is_complete and not request.is_probe:
-            self._lengths.note(request.num_generated, request.drafts.num_accepted)
+        if not request.is_probe and (is_complete or request.num_generated):
+            note = self._lengths.note if is_complete else self._lengths.note_cut_off
+            note(request.num_generated, request.drafts.num_accepted)
         request.is_ended = True
         del self.by_key[request.key]
         if self._speculation is not None:
