@@ -171,6 +171,19 @@ def test_one_that_is_tried_and_gets_no_row_is_late_when_its_time_is_over():
     assert [late.request.key for late in bench.scheduler.take_late()] == ["b"]
 
 
+def test_answers_that_are_cut_off_make_others_not_seem_short():
+    """Else only the short ones would count where deadlines end the long ones."""
+    bench = make_mistaken()
+    for number in range(40):
+        bench.add(due(f"b{number}", max_tokens=5), due(f"c{number}", max_tokens=300))
+        for _ in range(8):
+            bench.step()
+        assert bench.running == {f"c{number}"}
+        bench.scheduler.finish(f"c{number}")  # at its deadline
+    bench.add(due("d", 0.1, max_tokens=250), due("e", 0.11, max_tokens=250))
+    assert outcomes(bench, 0.0) == ({"d"}, {"e"}), "one is tried"
+
+
 def test_on_an_idle_engine_who_is_demoted_runs_as_well():
     policy = edf(demotes=True)
     bench = Bench(policy, num_blocks=200, max_model_len=500)

@@ -33,6 +33,17 @@ def test_an_answer_that_goes_on_is_as_long_as_the_mean_of_longer_ones():
     assert lengths_of().mean(0) is None
 
 
+def test_an_answer_that_is_cut_off_counts_as_long_as_longer_ones():
+    lengths = lengths_of(10, 10, 100)
+    lengths.note_cut_off(20)
+    assert lengths.mean(0) == (10 + 10 + 100 + 100) / 4
+    lengths.note_cut_off(200)
+    assert lengths.mean(100) == 201, "it has had one more at least"
+    lengths = lengths_of()
+    lengths.note_cut_off(20)
+    assert lengths.mean(0) is None
+
+
 def test_only_the_last_ones_are_remembered():
     lengths = OutputLengths()
     for _ in range(100):
