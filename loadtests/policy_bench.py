@@ -99,7 +99,7 @@ def simulate(
     setting = setting_of(policy, trace, seed)
     outcome = Simulation(setting, shape(trace, wanted, seed), block_length(trace)).run()
     seconds = time.perf_counter() - started
-    return name, report(policy, outcome, "tenant", KV_TOKENS), seconds
+    return name, report(policy, outcome, ("tenant", "priority"), KV_TOKENS), seconds
 
 
 class Kept:

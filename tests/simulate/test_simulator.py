@@ -196,7 +196,7 @@ def test_deadlines_end_requests_wherever_they_are():
     outcome = run(make_setting(), *requests)
     assert [one.outcome for one in outcome.served] == ["timeout", *["length"] * 3, "timeout"]
     assert outcome.served[0].ended_at == pytest.approx(0.2, abs=0.03)
-    assert report("x", outcome, "none", 1000).overall.attainment == 0.0
+    assert report("x", outcome, (), 1000).overall.attainment == 0.0
     setting = make_setting(scheduling_policy="deadline")
     assert run(setting, *requests).served[0].num_tokens > 0
 
@@ -217,7 +217,7 @@ def test_a_refusal_is_a_missed_deadline_unless_it_is_the_tenants_own_doing(tmp_p
     def in_time(*requests, **changes):
         outcome = run(make_setting(**changes), *requests)
         ends = {one.outcome for one in outcome.served}
-        return ends, report("x", outcome, "none", 1000).overall.attainment
+        return ends, report("x", outcome, (), 1000).overall.attainment
 
     hasty = [request(deadline_ms=60_000, tenant="a") for _ in range(10)]
     assert in_time(*hasty, max_queue_size=2) == ({"length", "queue_full"}, 0.6)
@@ -302,7 +302,7 @@ def test_fair_shares_are_within_their_bound_and_first_come_is_not():
 
     def difference(**changes):
         outcome = run(make_setting(num_blocks=1000, **changes), *flood, *small)
-        return report("x", outcome, "tenant", pool)
+        return report("x", outcome, ("tenant",), pool)
 
     fair, fcfs = difference(fair_share=True), difference()
     # What runs at once is all that the counters cannot see.
@@ -476,7 +476,7 @@ def test_of_requests_that_come_together_one_computes_the_prefix_of_all():
 def test_a_report_has_classes_and_numbers():
     requests = [request(10, 5, tenant=name, timestamp=float(n)) for n, name in enumerate("aab")]
     outcome = run(make_setting(), *requests)
-    found = report("fcfs", outcome, "tenant", 100)
+    found = report("fcfs", outcome, ("tenant",), 100)
     assert [(one.name, one.num_requests) for one in found.classes] == [(ALL, 3), ("a", 2), ("b", 1)]
     assert found.overall.num_finished == 3
     assert found.tokens_per_s == pytest.approx(15 / outcome.seconds)
@@ -485,9 +485,11 @@ def test_a_report_has_classes_and_numbers():
     text = tables([found])
     assert "| fcfs | 3 | 3 |" in text
     assert "| fcfs | a | 2 | 2 | 10 |" in text
-    by_priority = report("fcfs", outcome, "priority", 100)
+    by_priority = report("fcfs", outcome, ("priority",), 100)
     assert [one.name for one in by_priority.classes] == [ALL, "priority 0"]
-    assert len(report("fcfs", outcome, "none", 100).classes) == 1
+    assert len(report("fcfs", outcome, (), 100).classes) == 1
+    by_both = report("fcfs", outcome, ("tenant", "priority"), 100)
+    assert by_both.classes == [*found.classes, *by_priority.classes[1:]]
 
 
 def test_a_run_is_a_trace_again():
@@ -495,7 +497,7 @@ def test_a_run_is_a_trace_again():
     trace = list(outcome.as_trace())
     again = recorded(trace)
     assert again is not None
-    found = report("x", outcome, "none", 100)
+    found = report("x", outcome, (), 100)
     assert again.overall.ttft.p50 == pytest.approx(found.overall.ttft.p50, rel=1e-3)
     assert again.overall.inter_token.mean == pytest.approx(found.overall.inter_token.mean, rel=1e-3)
     assert again.tokens_per_s == pytest.approx(found.tokens_per_s, rel=1e-3)
@@ -505,11 +507,11 @@ def test_a_run_is_a_trace_again():
 def test_tables_say_how_requests_ended_that_were_not_finished():
     requests = [request(tenant="ab"[n % 2]) for n in range(10)]
     outcome = run(make_setting(max_queue_size=2), *requests, request(2000, 1, tenant="a"))
-    text = tables([report("fcfs", outcome, "tenant", 100)])
+    text = tables([report("fcfs", outcome, ("tenant",), 100)])
     assert text.count("| not finished |") == 2
     assert "| 4 queue_full, 1 prompt_too_long |" in text
     assert "| 2 queue_full, 1 prompt_too_long |" in text
-    assert "not finished" not in tables([report("x", run(make_setting()), "none", 100)])
+    assert "not finished" not in tables([report("x", run(make_setting()), (), 100)])
 
 
 @needs_traces
@@ -554,7 +556,7 @@ def test_an_adversary_is_stopped_by_fair_shares():
     def waited(**changes):
         setting = make_setting(max_queue_size=10_000, max_model_len=8000, **changes)
         outcome = Simulation(setting, shape(trace, wanted, 0), 0).run()
-        found = report("x", outcome, "tenant", 16_000)
+        found = report("x", outcome, ("tenant",), 16_000)
         return max(part.ttft.p50 for part in found.classes[1:] if part.name != ADVERSARY)
 
     assert waited(fair_share=True) < 0.5 * waited()

@@ -14,7 +14,7 @@ from charonia.simulate.distribution import Distribution
 from charonia.simulate.simulator import FINISHED, Outcome, Served
 from charonia.traces import TraceRequest
 
-By = Literal["tenant", "priority", "none"]
+By = Literal["tenant", "priority"]
 ALL = "all"
 RECORDED = "as recorded"
 MAX_CLASSES = 32
@@ -112,27 +112,19 @@ class RunReport:
         return self.overall.num_tokens / self.seconds if self.seconds else 0.0
 
 
-def report(name: str, outcome: Outcome, by: By, pool_tokens: int) -> RunReport:
+def report(name: str, outcome: Outcome, by: Sequence[By], pool_tokens: int) -> RunReport:
     """Sum up a run.
 
     Args:
-        by: how requests are grouped into classes.
+        by: what requests are grouped by into classes, one grouping after the other.
         pool_tokens: size of the KV cache in tokens.
     """
-    inter_token: defaultdict[str, Distribution] = defaultdict(Distribution)
-    for (tenant, priority), times in outcome.inter_token.items():
-        inter_token[ALL].merge(times)
-        if by != "none":
-            inter_token[_class_name(by, tenant, priority)].merge(times)
-    members: defaultdict[str, list[Served]] = defaultdict(list)
-    for served in outcome.served:
-        members[ALL].append(served)
-        if by != "none":
-            members[_class_name(by, served.request.tenant, served.request.priority)].append(served)
-    names = [ALL, *sorted(members.keys() - {ALL}, key=lambda one: (-len(members[one]), one))]
-    classes = [
-        _class_report(one, members[one], inter_token[one]) for one in names[: MAX_CLASSES + 1]
-    ]
+    overall = Distribution()
+    for times in outcome.inter_token.values():
+        overall.merge(times)
+    classes = [_class_report(ALL, outcome.served, overall)]
+    for grouping in by:
+        classes += _classes(outcome, grouping)
     tenants = outcome.service.service
     longest = max((one.request.input_length for one in outcome.served), default=0)
     lightest = outcome.service.lightest
@@ -204,6 +196,18 @@ def sameness(reports: Sequence[RunReport], traffic: Sequence[TraceRequest]) -> s
         f" here requests waited {_seconds(longest)} s at most, and have {tenants}, {priorities} and"
         f" {deadlines}."
     )
+
+
+def _classes(outcome: Outcome, by: By) -> list[ClassReport]:
+    """The greatest classes of a grouping."""
+    inter_token: defaultdict[str, Distribution] = defaultdict(Distribution)
+    for (tenant, priority), times in outcome.inter_token.items():
+        inter_token[_class_name(by, tenant, priority)].merge(times)
+    members: defaultdict[str, list[Served]] = defaultdict(list)
+    for served in outcome.served:
+        members[_class_name(by, served.request.tenant, served.request.priority)].append(served)
+    names = sorted(members, key=lambda one: (-len(members[one]), one))[:MAX_CLASSES]
+    return [_class_report(one, members[one], inter_token[one]) for one in names]
 
 
 def _class_name(by: By, tenant: str, priority: int) -> str:

@@ -40,8 +40,8 @@ class SimulateOptions:
             say.
         settings: as of `charonia serve`.
         kv_tokens: that the KV cache holds; None is what the settings say.
-        by: what makes a class of requests; None is the tenant where there are several, else the
-            priority where there are several.
+        by: what requests are grouped by into classes; None is the tenant and the priority, where
+            there are several.
         output: directory for report.json, report.md, plot.png and a trace of each run.
     """
 
@@ -51,7 +51,7 @@ class SimulateOptions:
     settings: Sequence[str] = ()
     kv_tokens: int | None = None
     shape: Shape = field(default_factory=Shape)
-    by: By | None = None
+    by: Sequence[By] | None = None
     seed: int = 0
     output: Path | None = None
 
@@ -65,7 +65,7 @@ def simulate(options: SimulateOptions) -> None:
     trace = read_requests(options.trace)
     times = StepTimes.load(options.step_times)
     length = block_length(trace)
-    by = options.by or _classes_of(trace, options.shape)
+    by = _groupings(trace, options.shape) if options.by is None else options.by
     named = [_setting(policy, trace, times, options) for policy in options.policies or [""]]
     reports: list[RunReport] = []
     outcomes: list[Outcome] = []
@@ -181,12 +181,12 @@ def _name_of(engine_args: EngineArgs, scheduler_args: SchedulerArgs) -> str:
     return _FAIR if policy == _FIRST else f"{_FAIR}+{policy}"
 
 
-def _classes_of(trace: Sequence[TraceRequest], wanted: Shape) -> By:
-    if wanted.num_tenants or wanted.adversary or len({one.tenant for one in trace}) > 1:
-        return "tenant"
-    return (
-        "priority" if wanted.num_priorities or len({one.priority for one in trace}) > 1 else "none"
-    )
+def _groupings(trace: Sequence[TraceRequest], wanted: Shape) -> list[By]:
+    """What differs between the requests."""
+    has_tenants = wanted.num_tenants or wanted.adversary or len({one.tenant for one in trace}) > 1
+    has_priorities = wanted.num_priorities or len({one.priority for one in trace}) > 1
+    found: list[By] = ["tenant"] if has_tenants else []
+    return [*found, "priority"] if has_priorities else found
 
 
 def _write(

@@ -92,7 +92,10 @@ def add_simulate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="share of the requests that one tenant sends at once, with the longest prompts",
     )
     simulate.add_argument(
-        "--by", choices=("tenant", "priority", "none"), help="how to group requests into classes"
+        "--by",
+        choices=("tenant", "priority", "none"),
+        help="what to group requests by into classes (default: tenant and priority, where there"
+        " are several)",
     )
     simulate.add_argument("--seed", type=int, default=0, metavar="N")
     simulate.add_argument(
@@ -143,7 +146,7 @@ def _run_simulate(options: argparse.Namespace) -> None:
                 max_tokens=options.max_tokens,
                 adversary=options.adversary,
             ),
-            by=options.by,
+            by=None if options.by is None else () if options.by == "none" else (options.by,),
             seed=options.seed,
             output=options.output,
         )
