@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 
 from support.long import long
 from support.scenario_driver import Driver
-from support.scenarios import ALL_EVICTIONS, Arrival, Scenario, scenarios
+from support.scenarios import ALL_EVICTIONS, PLAIN, Arrival, Scenario, scenarios
 
 patient = settings(
     derandomize=False,
@@ -39,6 +39,12 @@ def check_tokens(scenario):
 @settings(patient, max_examples=100)
 @given(scenarios)
 def test_every_request_gets_the_tokens_of_its_run_alone(scenario):
+    check_tokens(scenario)
+
+
+@settings(patient, max_examples=100)
+@given(scenarios.map(lambda scenario: replace(scenario, **PLAIN)))
+def test_who_is_next_does_not_wait_where_there_is_room(scenario):
     check_tokens(scenario)
 
 

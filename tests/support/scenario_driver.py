@@ -22,10 +22,11 @@ from charonia.control import (
     StepSize,
 )
 from charonia.control.cache import Tiers
+from charonia.control.policies.fair import VirtualCounters
 from charonia.control.scheduling.fitting import MAX_PASSES
 from charonia.control.scheduling.prompt_budget import PromptBudget
 from charonia.errors import EngineDiedError, StepFailedError
-from charonia.protocol import Pending, RowSampling
+from charonia.protocol import Pending, RowSampling, StepPlan
 from support.cache_view import CacheView
 from support.echo import EchoDrafter, EchoExecutor, echo_guess, echo_run
 from support.invariants import awaits_loads, check_invariants, check_parents_outlive_children
@@ -278,6 +279,7 @@ class Driver:
                     if one.row is not None
                 )
             self._check_order([one for one in waiting if one.row is not None])
+            self._check_work(plan, waiting)
             self.in_flight.append(self.executor.submit(plan))
         self.most_in_flight = max(self.most_in_flight, len(self.in_flight))
 
@@ -290,10 +292,14 @@ class Driver:
         passed by anybody.
         """
         name = self.scenario.policy
-        if name not in RANKS or self.scheduler._suspects.first is not None:
+        if self.scheduler._suspects.first is not None:
             return
         live = self.scheduler.requests
         waiting = [one for one in live if one.row is None and one not in one.group.parked]
+        if name == "fair fcfs":
+            self._check_tenants(waiting, admitted)
+        if name not in RANKS:
+            return
         for first in waiting:
             if first.awaits is not None and self.now < first.awaits_until:
                 continue
@@ -305,6 +311,52 @@ class Driver:
             if behind:
                 assert not first.num_preemptions
                 assert 0 < first.num_passed <= MAX_PASSES
+
+    def _check_tenants(self, waiting: list[Request], admitted: list[Request]) -> None:
+        """Nobody is admitted while a tenant waits that was served less before."""
+        counters = self.policy.service
+        assert isinstance(counters, VirtualCounters)
+        least = min((counters[one.tenant] for one in waiting), default=inf)
+        for tenant in {one.tenant for one in admitted}:
+            charged = [
+                one.num_prompt - one.num_cached
+                for one in admitted
+                if one.tenant == tenant and one.started_at == self.now
+            ]
+            longest = max(charged, default=0) / WEIGHTS[tenant]
+            assert counters[tenant] - longest <= least + 1e-9
+
+    def _check_work(self, plan: StepPlan, waited: list[Request]) -> None:
+        """Who is next does not wait while a step has a row, a token and blocks for it.
+
+        A step that preempted somebody admits nobody else, and one that is planned ahead nobody who
+        needs what the steps in flight may free.
+
+        Args:
+            waited: requests that waited before the step.
+        """
+        first = next(self.policy.waiting.in_order(), None)
+        running = [one for one in self.scheduler.requests if one.row is not None]
+        preempts = {one.key for one in self.scheduler.requests} - {
+            one.key for one in (*running, *waited)
+        }
+        if first is None or preempts or self.in_flight or not self.scenario.is_plain:
+            return
+        num_rows = len(running) + len(self.scheduler._live.ended)
+        num_tokens = sum(row.num_tokens for row in plan.rows)
+        owed = sum(max(0, self._num_blocks(one) - len(one.block_ids)) for one in running)
+        num_free = self.scheduler.kv.num_free - owed
+        if running:
+            num_free -= self.scheduler.kv.watermark
+        assert (
+            num_rows == self.scenario.max_num_seqs
+            or num_tokens >= self.scenario.budget
+            or num_free < self._num_blocks(first)
+        )
+
+    def _num_blocks(self, request: Request) -> int:
+        """Blocks for what is known of a request, and for its next token."""
+        return -(-(len(request.token_ids) + 1) // self.scenario.block_size)
 
     def _cancel(self) -> None:
         for index, arrival in enumerate(self.scenario.arrivals):

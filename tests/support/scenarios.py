@@ -101,6 +101,28 @@ class Scenario:
     has_cache_shares: bool = False
     rooms: tuple[int, ...] = ()
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether all that fits into a step is to be in it."""
+        return all(getattr(self, name) == value for name, value in PLAIN.items())
+
+
+PLAIN = {
+    "chunked": True,
+    "failures": frozenset(),
+    "deaths": frozenset(),
+    "drafts": "none",
+    "num_stages": 1,
+    "prompt_tokens": None,
+    "sheddings": (NO_SHEDDING,),
+    "expects": None,
+    "max_rows": None,
+    "patience": None,
+    "tier_sizes": (),
+    "rooms": (),
+}
+"""What lets no request wait that fits."""
+
 
 class AnyEviction:
     """Its victim is any free entry, never the same one for long."""
