@@ -9,6 +9,7 @@ that is left behind, gets no second run.
 """
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -119,4 +120,7 @@ def main(arguments: list[str]) -> int:
 if __name__ == "__main__":
     # As `python -m pytest` does: processes that tests start import the tests' modules.
     sys.path.insert(0, os.getcwd())
+    # A shell makes what it starts in the background ignore SIGINT, and so would all programs that
+    # tests start, and interrupt.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main(sys.argv[1:]))
