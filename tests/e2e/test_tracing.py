@@ -139,8 +139,9 @@ def test_a_stream_over_grpc_is_one_trace(
 def test_no_stream_over_grpc_loses_its_trace(server: TritonServer, collector: Collector) -> None:
     """Triton does not trace some of them, when they follow each other closely."""
     contexts = [new_context() for _ in range(NUM_STREAMS)]
-    for traceparent, _, _ in contexts:
-        with GrpcStream(server, headers={"traceparent": traceparent}) as stream:
+    for number, (traceparent, _, _) in enumerate(contexts):
+        model = ("scheduler", "llm")[number % 2]
+        with GrpcStream(server, model, headers={"traceparent": traceparent}) as stream:
             assert list(stream.send(request_inputs(PROMPT, SAMPLING, stream=True)))
     for _, trace_id, span_id in contexts:
         check_tree(collector.wait(trace_id, whole_below(span_id)), span_id)
