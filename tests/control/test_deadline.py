@@ -233,7 +233,7 @@ def test_what_waits_no_longer_is_forgotten():
         for _ in range(2):  # it was preempted
             watch.note_waiting(request)
             watch.note_leaving(request)
-        assert len(watch._heap) <= 2 * 11 + 64
+        assert watch._heap.num_places <= 2 * 11 + 64
     told = [one.request for _ in range(3) for one in watch.take_late(2e6, nothing)]
     assert told == stays
 

@@ -57,6 +57,32 @@ def test_sampling_options_reach_the_server(
     assert capsys.readouterr().out == texts[0][: texts[0].index(stop)] + "\n"
 
 
+def test_the_tenant_reaches_the_server_and_no_other_hits_its_cache(
+    server: TritonServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    salad = (" salad" * 40, "--max-tokens", "1", "--json")
+
+    def num_cached(tenant: str) -> int:
+        assert generate(server, "grpc", *salad, "--tenant", tenant) == 0
+        last = json.loads(capsys.readouterr().out.split("\n")[-2])
+        return int(last["timing"]["cached_tokens"])
+
+    assert num_cached("a") == 0
+    assert num_cached("a") > 0
+    assert num_cached("b") == 0
+
+
+def test_the_time_limit_reaches_the_server(
+    server: TritonServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No engine generates so many tokens in a millisecond."""
+    long = ("hello", "--max-tokens", "300", "--temperature", "0")
+    assert generate(server, "grpc", *long, "--deadline-ms", "60000") == 0
+    capsys.readouterr()
+    assert generate(server, "grpc", *long, "--deadline-ms", "1") == 1
+    assert "deadline_ms has passed" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -51,6 +51,9 @@ class _Line:
 class PairCost:
     """Seconds that each pair of a query and a key adds to a step.
 
+    It stays apart from `CostCurve`, which has one size: this is a slope across steps of equal size
+    that attend to different numbers of keys. `PromptTime` subtracts it before a curve learns.
+
     Attributes:
         seconds: seconds of a pair; 0 while nothing is known.
     """

@@ -16,6 +16,9 @@ _STEP_SHARE = 0.05  # weight of the last step in the moving average
 class RemainingTime:
     """Seconds until a request's last token.
 
+    The mean time of a step stays apart from `CostCurve`, because the size of later steps is not
+    known: they are taken to be like the last ones, whatever is in them.
+
     Args:
         lengths: estimates how long answers are. prompt_time: estimates how long prompts take.
     """

@@ -11,18 +11,17 @@ requests out for ever: if none would run, the scheduler tries one.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from heapq import heapify, heappop, heappush, heapreplace
 from math import inf
 
 from charonia.control.estimators.output_lengths import OutputLengths
 from charonia.control.estimators.prompt_time import PromptTime
 from charonia.control.estimators.remaining_time import RemainingTime
+from charonia.control.lazy_heap import LazyHeap
 from charonia.control.policies.policy import Late
 from charonia.control.policies.ranked import Rank, Ranked
 from charonia.control.state.request import Request
 
 _NEVER = 1e300  # due time without a deadline; demoted requests come after it
-_SLACK = 64
 MAX_LOOKED_UP = 4
 """Most waiting requests whose cached tokens a step looks up."""
 
@@ -53,10 +52,6 @@ class DeadlineWatch:
     all else here; other late requests wait for a later step. Loading from a tier is assumed to cost
     no time.
 
-    A request that no longer waits stays in the heap until it reaches the top, or until such entries
-    outnumber the others; then the heap is rebuilt. So the heap holds at most twice the waiting
-    requests, and a few more.
-
     Args:
         demotes: whether late requests go behind all others; otherwise they are ended.
     """
@@ -64,7 +59,7 @@ class DeadlineWatch:
     def __init__(self, *, demotes: bool) -> None:
         self.demotes = demotes
         self._remaining: RemainingTime
-        self._heap: list[tuple[float, int]] = []  # latest start and number of a request
+        self._heap: LazyHeap[int] = LazyHeap()  # numbers of requests, by latest start
         self._waiting: dict[int, Request] = {}  # by number
 
     def start(self, lengths: OutputLengths, prompt_time: PromptTime) -> None:
@@ -75,14 +70,12 @@ class DeadlineWatch:
         """See `policy.Deadlines`."""
         if _due_at(request) < _NEVER:
             self._waiting[request.number] = request
-            heappush(self._heap, (self._latest(request), request.number))
+            self._heap.add(request.number, self._latest(request))
 
     def note_leaving(self, request: Request) -> None:
         """See `policy.Deadlines`."""
         self._waiting.pop(request.number, None)
-        if len(self._heap) > 2 * len(self._waiting) + _SLACK:
-            self._heap = [(self._latest(one), number) for number, one in self._waiting.items()]
-            heapify(self._heap)
+        self._heap.discard(request.number)
 
     def note_step(self, seconds: float) -> None:
         """See `policy.Deadlines`."""
@@ -92,11 +85,8 @@ class DeadlineWatch:
         """See `policy.Deadlines`."""
         late: list[Late] = []
         num_looked_up = 0
-        while self._heap and self._heap[0][0] < now:
-            request = self._waiting.get(self._heap[0][1])
-            if request is None:
-                heappop(self._heap)
-                continue
+        while (place := self._heap.first()) is not None and place[0] < now:
+            request = self._waiting[place[1]]
             latest = self._latest(request)
             if latest < now:
                 if num_looked_up == MAX_LOOKED_UP:
@@ -104,12 +94,12 @@ class DeadlineWatch:
                 num_looked_up += 1
                 latest = self._latest(request, num_cached(request))
             if latest < now:
-                heappop(self._heap)
+                self._heap.pop()
                 del self._waiting[request.number]
                 left_s = request.expires_at - now
                 late.append(Late(request, request.expires_at - latest, left_s))
             else:  # its prefix is cached, or steps have become faster, or answers shorter
-                heapreplace(self._heap, (latest, request.number))
+                self._heap.raise_first(latest)
         return late
 
     def _latest(self, request: Request, num_cached: int = 0) -> float:

@@ -31,7 +31,11 @@ _MEMORY = 20_000  # steps after which a group without new times is forgotten
 
 
 class _Size:
-    """The smallest size that comes near the best rate."""
+    """The smallest size that comes near the best rate.
+
+    It stays apart from `CostCurve`, which bounds sizes that were not measured but has no formula.
+    The best size needs the two coefficients of a line, and medians that one slow step cannot move.
+    """
 
     def __init__(self, least: int, most: int) -> None:
         self._least = min(least, most)

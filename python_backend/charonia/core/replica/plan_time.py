@@ -23,7 +23,8 @@ class PlanTime:
     The margin is a share of the present step's time. It tracks a quantile of how much earlier than
     predicted steps end (Robbins and Monro 1951, "A Stochastic Approximation Method"): it grows by a
     fifth after a late plan and shrinks a little after each other one, so that a share of
-    `_LATE_SHARE` is late.
+    `_LATE_SHARE` is late. It stays apart from `CostCurve`, which predicts a mean by size: a margin
+    is a quantile of that prediction's error, and planning and transit do not depend on a size.
 
     Attributes:
         margin: between 0 and 1. It begins at 1, where no plan is put off.
