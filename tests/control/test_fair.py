@@ -320,6 +320,33 @@ def test_an_urgent_request_takes_from_its_own_tenant_or_from_one_that_has_had_mo
     assert running_after(num_served=100) == {"u", "v"}
 
 
+def test_a_tenant_does_not_keep_its_row_by_ever_more_urgent_requests():
+    """Each is charged its prompt, and would displace the one before it."""
+    rank = by_priority()
+    bench = Bench(fair(rank, equal, DisplacementByPriority(rank)), max_num_seqs=1)
+    bench.add(make_request("b", tenant="b"))
+    bench.step()
+    bench.add(other := make_request("a", tenant="a"))
+    for number in range(20):
+        bench.add(make_request(f"b{number}", -1 - number, tenant="b"))
+        bench.step()
+    assert other.started_at is not None
+
+
+def test_who_has_had_more_passes_nobody_because_it_could_displace_its_own():
+    """The first waiting request needs more blocks than are free, and the urgent one does not."""
+    rank = by_priority()
+    policy = fair(rank, equal, DisplacementByPriority(rank))
+    bench = Bench(policy, num_blocks=11)
+    bench.add(make_request("b", tenant="b", max_tokens=30))
+    bench.step()
+    bench.add(make_request("a", tenant="a", token_ids=[1] * 36), make_request("u", -1, tenant="b"))
+    assert isinstance(policy.service, VirtualCounters)
+    charge(policy.service, request_of("b", 9), 100, 0)
+    bench.step()
+    assert bench.running == {"b"}
+
+
 def test_urgent_requests_do_not_take_what_is_free_for_ever_from_a_tenant_that_has_had_less():
     """Its request needs more blocks than are free as long as others come and go."""
     rank = by_priority()
@@ -359,6 +386,7 @@ def test_who_was_preempted_a_few_times_keeps_its_row_from_other_tenants():
         while "b0" not in bench.running:
             bench.step()
     bench.add(make_request("w", -1, tenant="b", max_tokens=2))
+    charge(policy.service, request_of("a", 9), 1000 * (MAX_LOST + 1), 0)
     bench.step()
     assert bench.running == {"w"}
 
@@ -396,7 +424,10 @@ def test_nothing_is_displaced_where_the_first_one_fits_beside_the_urgent_one(
 
 @pytest.mark.parametrize("num_harmless", [MAX_HARMLESS - 1, MAX_HARMLESS])
 def test_a_step_looks_at_a_few_that_can_displace_nobody_and_the_next_one_at_others(num_harmless):
-    """What came long ago is displaced by nobody here, and who came last by its own tenant alone."""
+    """What came long ago is displaced by nobody here, and who came last by its own tenant alone.
+
+    Equal counters are in the order of the names.
+    """
     rank = by_priority(aging_s=60.0)
     policy = fair(rank, equal, DisplacementByPriority(rank))
     num = num_harmless + 1
@@ -411,7 +442,6 @@ def test_a_step_looks_at_a_few_that_can_displace_nobody_and_the_next_one_at_othe
     for number in range(num):
         name = f"t{number}"
         bench.add(make_request(f"u{number}", 4, tenant=name, arrived_at=1000.0))
-        charge(policy.service, request_of(name, 90 + number), 1000 * number, 0)
     bench.step()
     assert (f"u{num - 1}" in bench.running) == (num_harmless < MAX_HARMLESS)
     bench.step()

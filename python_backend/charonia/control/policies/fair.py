@@ -11,8 +11,11 @@ arXiv 2401.00588, algorithm 2, with weights)::
     a tenant that comes back is lifted to the smallest counter of the waiting tenants,
         so that no tenant saves up service by staying away
 
-The counters of two tenants that always have waiting requests never differ by more than
-2 max(input_cost * longest prompt, output_cost * tokens of the KV cache) / smaller weight.
+While two tenants both have waiting requests, their counters never differ by more than
+max(input_cost * longest prompt, output_cost * tokens of the KV cache) / smaller weight, and what
+they are given in that time by no more than twice that. With displacement, add the margin to the
+first and twice the margin to the second; see `FairDisplacement`.
+
 Prompt tokens found in the prefix cache are not charged, and neither are tokens that are computed
 again after a preemption or by another engine.
 """
@@ -50,10 +53,11 @@ def fair(
     counters = VirtualCounters(weight_of)
     level = displacement.level if displacement else None
     running = FairRunning(counters, rank, level)
+    waiting = FairWaiting(counters, rank, running.tenants, level)
     return Policy(
-        FairWaiting(counters, rank, running.tenants, level),
+        waiting,
         running,
-        displacement and FairDisplacement(displacement, counters, running),
+        displacement and FairDisplacement(displacement, counters, waiting, running),
         counters,
         deadlines,
     )
@@ -141,21 +145,34 @@ class VirtualCounters:
 
 
 class FairDisplacement:
-    """Displacement within a tenant, and of tenants whose counter is higher or hardly lower.
+    """Displacement within a tenant, and of others, while its counter is hardly above the smallest.
 
-    A request may preempt a tenant whose counter is higher, or lower by less than the running
-    requests may still add, judged by the mean length of answers. Requests are charged only as they
-    generate, so counters of tenants that are served fairly differ by that much. Without this margin
-    an urgent request would wait whenever its tenant has no running request. In the long run a
-    tenant gains nothing by it, because its urgent requests are charged, too. A request that was
-    preempted `MAX_LOST` times is safe from other tenants, however many urgent requests they have.
+    A request displaces nothing while its tenant's counter exceeds the smallest of the waiting
+    tenants by more than a margin, and it never preempts another tenant whose counter is lower by
+    more than that. The margin is what the running requests may still add, judged by the mean length
+    of answers. Requests are charged only as they generate, so counters of tenants that are served
+    fairly differ by that much. Without it an urgent request would wait whenever its tenant has no
+    running request. A request that was preempted `MAX_LOST` times is safe from other tenants.
+
+    The first rule also holds for a tenant's own requests. Each urgent one is charged its prompt and
+    keeps the row for longer. Without this rule a tenant could keep its rows by ever more urgent
+    requests, whatever it was given before, and pass less served tenants that wait for room.
+
+    With displacement, the bound of two counters grows by this margin: a request that gets a row
+    leaves its tenant at most the margin above the others that wait, not at most level with them.
+    From then on only running requests add to its counter, as in the paper's lemma 4.3.
     """
 
     def __init__(
-        self, inner: Displacement, counters: VirtualCounters, running: "FairRunning"
+        self,
+        inner: Displacement,
+        counters: VirtualCounters,
+        waiting: "FairWaiting",
+        running: "FairRunning",
     ) -> None:
         self._inner = inner
         self._counters = counters
+        self._waiting = waiting
         self._running = running
 
     def level(self, request: Request) -> float:
@@ -166,6 +183,8 @@ class FairDisplacement:
         """See `policy.Displacement`."""
         tenant, counters = waiting.tenant, self._counters
         bound = counters[tenant] - counters.swing(tenant, len(self._running))
+        if bound > self._waiting.least:
+            return iter(())
         return (
             one
             for one in self._inner.victims(waiting, running)  # mostly few of the running ones
@@ -270,12 +289,18 @@ class FairWaiting:
     def __contains__(self, request: Request) -> bool:
         return request.tenant in self._of and request in self._of[request.tenant]
 
+    @property
+    def least(self) -> float:
+        """The smallest counter of a waiting tenant; if none waits, that of the last one."""
+        place = self._least_place()
+        return self._counters[self._last] if place is None else place[0]
+
     def push(self, request: Request, *, is_new: bool) -> None:
         """Add a request. If it is new and the first of its tenant, the counter may be lifted."""
         tenant = request.tenant
         if tenant not in self._of:
             if is_new:
-                self._counters.lift(tenant, self._least())
+                self._counters.lift(tenant, self.least)
             self._of[tenant] = RankedWaiting(self._rank)
             self._heap.add(tenant, self._counters[tenant])
             self._counters.forget_some(self._counts)
@@ -323,11 +348,6 @@ class FairWaiting:
         for counter, tenant in least:
             self._heap.add(tenant, counter)
         return [tenant for _, tenant in least]
-
-    def _least(self) -> float:
-        """The smallest counter of a waiting tenant; if none waits, that of the last one."""
-        place = self._least_place()
-        return self._counters[self._last] if place is None else place[0]
 
     def _counts(self, tenant: str) -> bool:
         """Whether a tenant's counter is still needed."""
