@@ -1,6 +1,7 @@
 """How far the service of two tenants comes apart, whatever they ask for: the bound of the paper."""
 
 from collections import deque
+from collections.abc import Callable
 from random import Random
 
 import pytest
@@ -45,8 +46,7 @@ class Tenants:
 
     Attributes:
         num_displaced: preemptions for more urgent requests, not those for lack of blocks.
-        lead: how far a counter was above the smallest of a waiting tenant, at most, when a request
-            of that tenant got a row.
+        num_ahead: requests that got a row while the counter of another waiting tenant was smaller.
         demoted: keys of requests that were put behind all others.
     """
 
@@ -62,10 +62,10 @@ class Tenants:
         self.now = 0.0
         self.num_added = 0
         self.num_displaced = 0
-        self.lead = 0.0
+        self.num_ahead = 0
         self.demoted: set[str] = set()
         self._count_displaced()
-        self._watch_lead()
+        self._watch_lead(weights.__getitem__)
 
     def _count_displaced(self) -> None:
         scheduler = self.bench.scheduler
@@ -79,19 +79,21 @@ class Tenants:
 
         admission.admit_urgent = admit_and_count
 
-    def _watch_lead(self) -> None:
+    def _watch_lead(self, weight_of: Callable[[str], float]) -> None:
         live = self.bench.scheduler._live
-        waiting, counters = self.policy.waiting, self.policy.service
+        waiting, running, counters = self.policy.waiting, self.policy.running, self.policy.service
         assert isinstance(waiting, FairWaiting)
         assert isinstance(counters, VirtualCounters)
         admit = live.admit
 
         def admit_and_compare(request: Request, hits: list[int]) -> BlockCopy | None:
             lead = counters[request.tenant] - waiting.least
-            displaces = self.policy.displacement is not None
-            margin = counters.swing(request.tenant, NUM_ROWS) if displaces else 0.0
-            assert lead <= margin + 1e-9, f"{request.tenant} is ahead by {lead}, not {margin}"
-            self.lead = max(self.lead, lead)
+            if lead > 1e-9:
+                assert self.policy.displacement is not None
+                own = [one for one in running.in_order() if one.tenant == request.tenant]
+                num_own = sum(one.max_known for one in (*own, request))
+                assert lead <= 2 * (POOL_TOKENS - num_own) / weight_of(request.tenant)
+                self.num_ahead += 1
             return admit(request, hits)
 
         live.admit = admit_and_compare
@@ -156,15 +158,12 @@ class Tenants:
 
 
 def check_bound(rank: str, overlaps: bool, weights: dict[str, float], seed: int) -> Tenants:
-    """2 max(longest prompt, 2 * KV tokens) / weight, whoever has had requests waiting for long.
-
-    With displacement it is larger by twice the lead, see `FairDisplacement`.
-    """
+    """2 max(longest prompt, 2 * KV tokens) / weight, whoever has had requests waiting for long."""
     tenants = Tenants(rank, weights, overlaps, seed)
     tenants.run()
     bound = tenants.difference.bound(LONGEST_PROMPT, POOL_TOKENS, min(weights.values()))
-    bound += 2 * tenants.lead
     assert 0 < tenants.difference.greatest <= bound
+    assert bool(tenants.num_ahead) == (rank != "arrival")
     assert bool(tenants.num_displaced) == (rank != "arrival"), "displacement decides nothing here"
     return tenants
 

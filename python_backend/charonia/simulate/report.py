@@ -87,8 +87,8 @@ class RunReport:
         seconds: from the first arrival to the last end. utilization: share of them in steps.
         mean_rows: of a step. hit_rate: of the prefix cache, by tokens.
         service_difference: the greatest between two tenants that both had requests waiting, in
-            tokens (see `ServiceDifference`); service_bound: its bound under fair shares where no
-            request displaces another; None with one tenant.
+            tokens (see `ServiceDifference`); service_bound: its bound under fair shares; None
+            with one tenant.
     """
 
     name: str

@@ -125,7 +125,7 @@ class ServiceDifference:
         self._both[part, part] = both
 
     def bound(self, longest_input: int, pool_tokens: int, lightest: float = 1.0) -> float:
-        """The bound of that theorem, with weights; it holds where no request displaces another."""
+        """The bound of that theorem under virtual token counters, with weights."""
         return 2 * max(INPUT_COST * longest_input, OUTPUT_COST * pool_tokens) / lightest
 
     def _place(self, tenant: str) -> int | None:

@@ -13,8 +13,7 @@ arXiv 2401.00588, algorithm 2, with weights)::
 
 While two tenants both have waiting requests, their counters never differ by more than
 max(input_cost * longest prompt, output_cost * tokens of the KV cache) / smaller weight, and what
-they are given in that time by no more than twice that. With displacement, add the margin to the
-first and twice the margin to the second; see `FairDisplacement`.
+they are given in that time by no more than twice that. `FairDisplacement` keeps within it.
 
 Prompt tokens found in the prefix cache are not charged, and neither are tokens that are computed
 again after a preemption or by another engine.
@@ -29,6 +28,7 @@ from charonia.control.estimators.output_lengths import OutputLengths
 from charonia.control.lazy_heap import LazyHeap
 from charonia.control.policies.policy import Deadlines, Displacement, Policy
 from charonia.control.policies.ranked import Levels, RankedWaiting, RankOf
+from charonia.control.state.limits import Limits
 from charonia.control.state.request import Request, Update
 
 MAX_REMEMBERED = 4096
@@ -86,6 +86,7 @@ class VirtualCounters:
         self._input_cost = input_cost
         self._output_cost = output_cost
         self.num_changes = 0
+        self._pool_tokens = 0
         self._counters: dict[str, float] = {}
         self._lengths: OutputLengths
 
@@ -95,6 +96,10 @@ class VirtualCounters:
     def start(self, lengths: OutputLengths) -> None:
         """See `policy.Service`."""
         self._lengths = lengths
+
+    def start_epoch(self, limits: Limits) -> None:
+        """See `policy.Service`."""
+        self._pool_tokens = limits.pool_tokens
 
     def note_admission(self, request: Request) -> None:
         """Charge the prompt tokens that are not cached."""
@@ -111,10 +116,16 @@ class VirtualCounters:
                 tokens[request.tenant] += len(update.token_ids)
         self._charge({one: self._output_cost * num for one, num in tokens.items()})
 
-    def swing(self, tenant: str, num_requests: int) -> float:
-        """How far `num_requests` requests of average length would raise a tenant's counter."""
-        num_output = self._lengths.mean(0) or 0.0
-        return num_requests * self._output_cost * num_output / self._weight_of(tenant)
+    def margin(self, tenant: str, num_running: int, num_own: int) -> float:
+        """How far a tenant's counter may be above others when a request of it displaces others.
+
+        Args:
+            num_running: requests of all tenants that run.
+            num_own: tokens that the tenant's running requests, and this one, have at most.
+        """
+        num_expected = num_running * (self._lengths.mean(0) or 0.0)
+        num_tokens = max(0.0, min(num_expected, self._pool_tokens - num_own))
+        return self._output_cost * num_tokens / self._weight_of(tenant)
 
     def in_order(self, tenants: Iterable[str]) -> list[str]:
         """The tenants, the smallest counter first."""
@@ -158,9 +169,9 @@ class FairDisplacement:
     keeps the row for longer. Without this rule a tenant could keep its rows by ever more urgent
     requests, whatever it was given before, and pass less served tenants that wait for room.
 
-    With displacement, the bound of two counters grows by this margin: a request that gets a row
-    leaves its tenant at most the margin above the others that wait, not at most level with them.
-    From then on only running requests add to its counter, as in the paper's lemma 4.3.
+    The margin is smaller where the bound leaves less. Once a request has a row, only its tenant's
+    running requests add to the counter, by their longest possible lengths at most. That, and the
+    margin, is never more than the tokens of the KV cache.
     """
 
     def __init__(
@@ -182,7 +193,8 @@ class FairDisplacement:
     def victims(self, waiting: Request, running: Iterable[Request]) -> Iterator[Request]:
         """See `policy.Displacement`."""
         tenant, counters = waiting.tenant, self._counters
-        bound = counters[tenant] - counters.swing(tenant, len(self._running))
+        num_own = self._running.num_tokens(tenant) + waiting.max_known
+        bound = counters[tenant] - counters.margin(tenant, len(self._running), num_own)
         if bound > self._waiting.least:
             return iter(())
         return (
@@ -210,6 +222,7 @@ class FairRunning:
         self._rank = rank
         self._of: dict[str, list[Request]] = {}  # by rank
         self._levels = Levels(level)
+        self._num_tokens: dict[str, int] = {}  # see num_tokens()
         self._num_running = 0
         self._num_changes = 0
         self._in_order: list[Request] = []
@@ -223,9 +236,14 @@ class FairRunning:
         """A live view of the tenants with running requests."""
         return self._of.keys()
 
+    def num_tokens(self, tenant: str) -> int:
+        """Tokens that a tenant's requests have at most when they end, with their prompts."""
+        return self._num_tokens.get(tenant, 0)
+
     def add(self, request: Request) -> None:
         """Add a request that was given a row."""
         insort(self._of.setdefault(request.tenant, []), request, key=self._rank)
+        self._num_tokens[request.tenant] = self.num_tokens(request.tenant) + request.max_known
         self._levels.add(request)
         self._num_running += 1
         self._num_changes += 1
@@ -235,10 +253,11 @@ class FairRunning:
         requests = self._of[request.tenant]
         del requests[bisect_left(requests, self._rank(request), key=self._rank)]
         self._levels.remove(request)
+        self._num_tokens[request.tenant] -= request.max_known
         self._num_running -= 1
         self._num_changes += 1
         if not requests:
-            del self._of[request.tenant]
+            del self._of[request.tenant], self._num_tokens[request.tenant]
 
     def in_order(self) -> list[Request]:
         """All requests, tenant by tenant."""

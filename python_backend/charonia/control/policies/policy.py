@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol
 
 from charonia.control.estimators.output_lengths import OutputLengths
 from charonia.control.estimators.prompt_time import PromptTime
+from charonia.control.state.limits import Limits
 from charonia.control.state.request import Request, Update
 
 
@@ -100,6 +101,10 @@ class Service(Protocol):
         Args:
             lengths: estimates how long answers are; to be asked later.
         """
+        ...
+
+    def start_epoch(self, limits: Limits) -> None:
+        """Called for each engine, before its first step."""
         ...
 
     def note_admission(self, request: Request) -> None:

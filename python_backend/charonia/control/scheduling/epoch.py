@@ -129,6 +129,8 @@ class Epoch:
         live.start_epoch(limits, blocks, self._rows, self._lookups)
         budget.start_epoch(limits)
         prompt_time.start_epoch(limits)
+        if policy.service is not None:
+            policy.service.start_epoch(limits)
         if sharing is not None:
             sharing.start_epoch(limits, prompt_time, stats)
 

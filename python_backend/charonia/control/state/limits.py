@@ -90,6 +90,11 @@ class Limits:
         """Plans that may be made before the first of them is applied."""
         return self.num_stages + self.overlaps
 
+    @property
+    def pool_tokens(self) -> int:
+        """Tokens that the KV cache has room for."""
+        return (self.num_blocks - 1) * self.block_size
+
     def blocks_for(self, num_tokens: int) -> int:
         """Number of blocks that hold that many tokens."""
         return -(-num_tokens // self.block_size)
