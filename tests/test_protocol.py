@@ -45,6 +45,8 @@ from charonia.protocol import (
         ("prompt_logprobs", -1),
         ("stop", ("a", "")),
         ("bad_words", ("",)),
+        ("allowed_token_ids", ()),
+        ("allowed_token_ids", (1,) * 4097),
         ("deadline_ms", 0),
         ("deadline_ms", INT32_MAX + 1),
         ("cache_priority", 101),
@@ -123,6 +125,16 @@ def test_ranges_of_the_cache_may_be_a_list_and_dicts() -> None:
         assert SamplingParams(cache_priority=given).cache_priority == tuple(ranges)  # type: ignore[arg-type]
 
 
+def test_allowed_tokens_are_all_or_at_least_one() -> None:
+    assert SamplingParams().allowed_token_ids is None
+    assert SamplingParams(allowed_token_ids=[7, 5]).allowed_token_ids == (7, 5)  # type: ignore[arg-type]
+    says = "must be a list of at least one token id, or be left out, but is \\(\\)"
+    with pytest.raises(InvalidRequestError, match=says):
+        SamplingParams(allowed_token_ids=())
+    with pytest.raises(InvalidRequestError, match="at most 4096 entries, but has 4097"):
+        SamplingParams(allowed_token_ids=(1,) * 4097)
+
+
 WRONG_TYPES: dict[Any, tuple[list[Any], str]] = {
     int: ([1.5, "4", True, None, [1], 2.0], "an integer"),
     int | None: ([1.5, "4", True, [1]], "an integer or None"),
@@ -132,6 +144,7 @@ WRONG_TYPES: dict[Any, tuple[list[Any], str]] = {
     str: ([5, None, b"a", ["a"]], "a string"),
     tuple[str, ...]: ([5, None, [1], {"a": 1}, [None]], "a string or a list of strings"),
     tuple[int, ...]: ([5, None, "12", [1.5], [True], ["1"]], "a list of integers"),
+    tuple[int, ...] | None: ([5, "12", [1.5], [True], ["1"]], "a list of integers or None"),
     dict[int, float]: (
         [5, None, [1], {"1": 1.0}, {1: "x"}, {True: 1.0}],
         "a dict of token ids and numbers",
@@ -196,6 +209,7 @@ def test_a_plan_of_extreme_values_comes_through() -> None:
         top_k=SamplingParams(top_k=INT32_MAX).top_k,
         min_tokens=SamplingParams(max_tokens=INT32_MAX, min_tokens=INT32_MAX).min_tokens,
         logit_bias={0: -100.0},
+        allowed_ids=(INT32_MAX, 0),
     )
     plan = StepPlan(
         epoch=UINT64_MAX,

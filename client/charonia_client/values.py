@@ -33,6 +33,7 @@ class Sampling(TypedDict, total=False):
     stop_token_ids: Sequence[int] | None
     include_stop_str_in_output: bool | None
     bad_words: Sequence[str] | None
+    allowed_token_ids: Sequence[int] | None
     ignore_eos: bool | None
     skip_special_tokens: bool | None
     presence_penalty: float | None

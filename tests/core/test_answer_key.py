@@ -30,6 +30,7 @@ OTHER = {
     "stop_token_ids": (3,),
     "include_stop_str_in_output": True,
     "bad_words": ("y",),
+    "allowed_token_ids": (3,),
     "ignore_eos": True,
     "skip_special_tokens": False,
     "presence_penalty": 0.5,

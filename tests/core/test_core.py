@@ -140,6 +140,10 @@ def test_who_is_late_is_told_when_to_come_again_if_that_can_help():
         ({"prompt_ids": [1] * 2000}, "2000 tokens; at most"),
         ({"params": SamplingParams(logit_bias={999: 1.0})}, "logit_bias has token id 999"),
         ({"params": SamplingParams(stop_token_ids=(-3,))}, "stop_token_ids has token id -3"),
+        (
+            {"params": SamplingParams(allowed_token_ids=(255, 256))},
+            "allowed_token_ids has token id 256 at place 1; the vocabulary has ids 0 to 255",
+        ),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(changes, message):

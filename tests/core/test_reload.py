@@ -539,6 +539,15 @@ def test_a_smaller_vocabulary_ends_what_no_longer_fits():
     assert "a vocabulary of 150 tokens; the request has token id" in str(bench.error("a"))
 
 
+def test_allowed_tokens_that_a_new_vocabulary_lacks_end_their_request():
+    bench = Reloading()
+    bench.add("a", allowed_token_ids=(5, 255))
+    bench.run(1)
+    bench.executor.vocab_size = 255
+    bench.reload(seed=1)
+    assert "a vocabulary of 255 tokens; the request has token id 255" in str(bench.error("a"))
+
+
 def test_a_guess_is_forgotten_with_its_engine():
     bench = Reloading(speculative_config=FIXED)
     drafted: list[list[int]] = []

@@ -13,6 +13,7 @@ from charonia.data.sampling.constraints import (
     Truncation,
     count_kept,
     edit_logits,
+    keep_allowed,
 )
 from charonia.protocol import RowSampling
 
@@ -37,6 +38,8 @@ def edited_by_hand(logits: list[float], row: SampledRow) -> list[float]:
             value = value / s.repetition_penalty if value > 0 else value * s.repetition_penalty
         value -= s.frequency_penalty * output.count(token)
         value -= s.presence_penalty * (token in output)
+        if s.allowed_ids and token not in s.allowed_ids:
+            value = -math.inf
         result.append(value)
     return result
 
@@ -47,7 +50,8 @@ def a_row(sampling: RowSampling, prompt: list[int], output: list[int]) -> Sample
 
 def assert_edits(logits: Tensor, rows: list[SampledRow]) -> None:
     expected = [edited_by_hand(line, row) for line, row in zip(logits.tolist(), rows, strict=True)]
-    torch.testing.assert_close(edit_logits(logits, rows), torch.tensor(expected))
+    edited = keep_allowed(edit_logits(logits, rows), rows)
+    torch.testing.assert_close(edited, torch.tensor(expected))
 
 
 def normal_logits(lines: int, seed: int = 0) -> Tensor:
@@ -71,6 +75,10 @@ PROMPT, OUTPUT = [1, 2, 3, 3], [3, 4, 4, 4, 9]
         RowSampling(seed=0, min_tokens=6, stop_ids=[0, 4, 4]),
         RowSampling(seed=0, min_tokens=5, stop_ids=[0, 4]),
         RowSampling(seed=0, min_tokens=6, stop_ids=[5], logit_bias={5: 100.0}),
+        RowSampling(seed=0, allowed_ids=(4,)),
+        RowSampling(seed=0, allowed_ids=(49, 0, 7, 7)),
+        RowSampling(seed=0, allowed_ids=(3, 8), bad_words_ids=[[8]], logit_bias={3: -2.0, 5: 90.0}),
+        RowSampling(seed=0, allowed_ids=tuple(range(VOCAB))),
     ],
     ids=repr,
 )
@@ -140,6 +148,7 @@ def random_row(rng: random.Random) -> SampledRow:
         ],
         min_tokens=rng.randrange(20),
         stop_ids=[rng.randrange(VOCAB) for _ in range(rng.randrange(3))],
+        allowed_ids=tuple(rng.randrange(VOCAB) for _ in range(rng.choice([0, 0, 1, 9, 60]))),
     )
     num_prompt = rng.randrange(1, len(tokens) + 1)
     return a_row(sampling, tokens[:num_prompt], tokens[num_prompt:])
@@ -151,9 +160,10 @@ def test_random_rows_are_edited_as_by_hand_and_as_alone() -> None:
         rows = [random_row(rng) for _ in range(12)]
         logits = normal_logits(12, trial)
         assert_edits(logits, rows)
-        together = edit_logits(logits, rows)
+        together = keep_allowed(edit_logits(logits, rows), rows)
         for line in (0, 5, 11):
-            alone = edit_logits(logits[line : line + 1], [rows[line]])
+            own = [rows[line]]
+            alone = keep_allowed(edit_logits(logits[line : line + 1], own), own)
             assert torch.equal(alone[0], together[line])
 
 
@@ -161,10 +171,24 @@ def test_the_logits_given_are_never_written_to_nor_copied_in_vain() -> None:
     logits = normal_logits(1)
     before = logits.clone()
     edit_logits(logits, [a_row(RowSampling(seed=0, logit_bias={1: 5.0}), PROMPT, OUTPUT)])
+    keep_allowed(logits, [a_row(RowSampling(seed=0, allowed_ids=(1,)), PROMPT, OUTPUT)])
     assert torch.equal(logits, before)
     # A penalty of no effect, stops after min_tokens: nothing to edit.
     plain = RowSampling(seed=0, temperature=0.3, top_k=5, min_tokens=1, stop_ids=[2])
-    assert edit_logits(logits, [a_row(plain, PROMPT, OUTPUT)]) is logits
+    rows = [a_row(plain, PROMPT, OUTPUT)]
+    assert edit_logits(logits, rows) is logits
+    assert keep_allowed(logits, rows) is logits
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e30])
+def test_no_logit_brings_back_a_token_that_is_not_allowed(value: float) -> None:
+    logits = torch.zeros(2, VOCAB)
+    logits[:, 5] = value
+    rows = [a_row(RowSampling(seed=0, allowed_ids=ids), PROMPT, OUTPUT) for ids in ((), (6, 7))]
+    kept = keep_allowed(logits, rows)
+    assert torch.equal(kept[0], logits[0]) == (not math.isnan(value))
+    assert kept[1].isfinite().nonzero().flatten().tolist() == [6, 7]
+    assert (kept[1] == -math.inf).sum() == VOCAB - 2
 
 
 def kept_by_hand(relative: list[float], min_p: float, top_k: int, top_p: float) -> int:

@@ -278,7 +278,7 @@ def test_halves_that_are_missing_or_of_two_models_are_refused() -> None:
 
 def test_guesses_outside_of_the_rows_are_refused() -> None:
     guesser = kernels().Guesser(torch.zeros(30, HIDDEN), layers(), head(), *INPUTS.rotation)
-    sampling = kernels().Sampling(0, 1.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {}, [], 0, [])
+    sampling = kernels().Sampling(0, 1.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {}, [], [], 0, [])
     tokens = torch.zeros(2, 40, dtype=torch.int64)
     blocks = torch.ones(2, 2, dtype=torch.int64)  # room for 32 tokens
     good = GuessOfRow(1, 4, 1, 5, 2, 3, sampling)
@@ -311,7 +311,7 @@ def test_draws_outside_of_the_vocabulary_are_refused() -> None:
     def sampling(**changes: Any) -> Any:
         values = {"seed": 0, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
         values |= {"repetition": 1.0, "frequency": 0.0, "presence": 0.0, "bias": {}}
-        values |= {"bad_words": [], "min_tokens": 0, "stop_ids": []}
+        values |= {"bad_words": [], "allowed_ids": [], "min_tokens": 0, "stop_ids": []}
         return kernels().Sampling(*(values | changes).values())
 
     good = sampling()
@@ -341,6 +341,8 @@ def test_draws_outside_of_the_vocabulary_are_refused() -> None:
             "token 30; there are 30": lambda: draw([good, sampling(bias={30: 1.0})]),
             "token 31": lambda: draw([good, sampling(min_tokens=1, stop_ids=[31])]),
             "token 32": lambda: draw([good, sampling(bad_words=[[32]])]),
+            "token 33; there are 30": lambda: draw([good, sampling(allowed_ids=[33, 2])]),
+            "no token -3": lambda: sampling(allowed_ids=[2, -3]),
             "no token -1": lambda: sampling(stop_ids=[-1]),
             "no token -2": lambda: sampling(bias={-2: 1.0}),
             "bad_words is empty": lambda: sampling(bad_words=[[]]),

@@ -75,6 +75,7 @@ def samplings(vocab: int) -> st.SearchStrategy[RowSampling]:
         repetition_penalty=maybe(1.0, st.floats(0.1, 10)),
         logit_bias=maybe({}, st.dictionaries(token, st.floats(-100, 100), max_size=5)),
         bad_words_ids=maybe([], st.lists(st.lists(token, min_size=1, max_size=3), max_size=6)),
+        allowed_ids=maybe((), st.lists(token, max_size=9).map(tuple)),
         min_tokens=maybe(0, st.integers(0, 9)),
         stop_ids=maybe([], st.lists(token, max_size=3)),
         num_logprobs=maybe(-1, st.integers(0, 3)),

@@ -50,7 +50,7 @@ def process() -> Iterator[Callable[..., Any]]:
 def draw(kernels: ModuleType, logits: Tensor) -> list[int]:
     """Draw from lines that are edited, for which every thread needs memory for a copy."""
     samplings = [
-        kernels.Sampling(seed, 1.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {seed: 1.0}, [], 0, [])
+        kernels.Sampling(seed, 1.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {seed: 1.0}, [], [], 0, [])
         for seed in range(len(logits))
     ]
     history = torch.arange(5)
@@ -104,7 +104,8 @@ def meet_wrong_values(isa: str) -> None:
     kernels.set_threads(3, [])
     logits = torch.randn(40, 3000, generator=torch.Generator().manual_seed(1))
     samplings = [
-        kernels.Sampling(seed, 1.0, 0, 1.0, 0.0, 1.5, 0.0, 0.0, {}, [], 0, []) for seed in range(40)
+        kernels.Sampling(seed, 1.0, 0, 1.0, 0.0, 1.5, 0.0, 0.0, {}, [], [], 0, [])
+        for seed in range(40)
     ]
     right = [torch.arange(i + 1) for i in range(40)]
     expected = kernels.draw(logits, samplings, right, [1] * 40)

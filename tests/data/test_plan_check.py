@@ -139,6 +139,7 @@ GOOD = {
         min_p=1.0,
         logit_bias={0: -100.0, 49: 100.0},
         bad_words_ids=[[0], [1, 49]],
+        allowed_ids=(49, 0),
         min_tokens=3,
         stop_ids=[0, 49],
         num_logprobs=20,
@@ -271,6 +272,8 @@ BAD = {
     "bias not a number": sampling(logit_bias={1: math.nan}),
     "stop id beyond the vocabulary": sampling(stop_ids=[50]),
     "bad word beyond the vocabulary": sampling(bad_words_ids=[[1], [2, 50]]),
+    "allowed token beyond the vocabulary": sampling(allowed_ids=(1, 50)),
+    "allowed token below the vocabulary": sampling(allowed_ids=(1, -1)),
     "bad word of nothing": sampling(bad_words_ids=[[]]),
     "min_tokens negative": sampling(min_tokens=-1),
     "too many logprobs": sampling(num_logprobs=21),
@@ -346,6 +349,7 @@ samplings = st.builds(
     logit_bias=st.dictionaries(st.integers(0, 49), st.floats(-100, 100), max_size=2),
     bad_words_ids=st.lists(st.lists(st.integers(0, 49), min_size=1, max_size=2), max_size=2),
     stop_ids=st.lists(st.integers(0, 49), max_size=2),
+    allowed_ids=st.lists(st.integers(0, 49), max_size=2).map(tuple),
 )
 
 

@@ -34,6 +34,9 @@ def drawn_densely(logits: Tensor, row: SampledRow) -> tuple[int, bool]:
     """The token of one row, and whether it hangs on a rounding error of the truncation."""
     s = row.sampling
     edited = edit_logits(logits.float().unsqueeze(0), [row])[0].double()
+    if s.allowed_ids:
+        others = {*range(len(logits))} - {*s.allowed_ids}
+        edited[sorted(others)] = -math.inf
     if s.temperature < 1e-5:
         return int(edited.argmax()), False
     relative = (edited - edited.max()) / s.temperature
@@ -76,6 +79,7 @@ def random_sampling(rng: random.Random, vocab: int) -> RowSampling:
         repetition_penalty=rng.choice([1.0, 1.0, 1.3]),
         presence_penalty=rng.choice([0.0, 0.0, 0.7]),
         logit_bias=rng.choice([{}, {0: 3.0, vocab - 1: -2.0}]),
+        allowed_ids=rng.choice([(), (), tuple(rng.sample(range(vocab), rng.randrange(1, vocab)))]),
         num_logprobs=rng.choice([-1, -1, 0, 5]),
     )
 
@@ -365,6 +369,35 @@ def test_one_allowed_token_is_always_drawn() -> None:
     ]
     drawn = Sampler(1000, "cpu").sample(torch.zeros(5, 1000), [a_row(s) for s in samplings])
     assert token_ids(drawn) == [613] * 5
+
+
+CUTS = [(0, 1, 0, 1), (9, 1, 0, 1), (0, 0.9, 0, 1), (400, 0.5, 0.1, 5), (0, 1, 0.3, 1)]
+
+
+def test_where_all_allowed_tokens_are_banned_they_are_equally_likely() -> None:
+    allowed = (3, 613, 900)
+    everywhere = torch.linspace(0, 50, 1000).expand(60 * len(CUTS), -1)
+    for spoilt in (everywhere, everywhere * math.nan):
+        samplings = [
+            RowSampling(
+                seed=i,
+                allowed_ids=allowed,
+                min_tokens=9,
+                stop_ids=list(allowed),
+                top_k=k,
+                top_p=p,
+                min_p=m,
+                temperature=t,
+            )
+            for i, (k, p, m, t) in enumerate(CUTS * 60)
+        ]
+        drawn = token_ids(Sampler(1000, "cpu").sample(spoilt, [a_row(s) for s in samplings]))
+        assert set(drawn) <= {*allowed}
+        assert {*drawn[:: len(CUTS)]} == {*allowed}
+    greedy = RowSampling(
+        seed=1, allowed_ids=allowed, min_tokens=9, stop_ids=list(allowed), temperature=0.0
+    )
+    assert token_ids(Sampler(1000, "cpu").sample(everywhere[:1], [a_row(greedy)])) == [3]
 
 
 def test_extreme_temperatures_stay_exact() -> None:

@@ -403,6 +403,7 @@ def test_every_accepted_parameter_is_accepted(server: TritonServer) -> None:
         "stop_token_ids": [5],
         "include_stop_str_in_output": True,
         "bad_words": ["queue"],
+        "allowed_token_ids": [5, 7, 88, 97, 110],
         "ignore_eos": False,
         "skip_special_tokens": False,
         "presence_penalty": 0.5,
@@ -449,6 +450,10 @@ def test_stop_tokens_minimum_and_bias_act(server: TritonServer) -> None:
     assert late.outputs["output_ids"][4] == 7
     assert answer(logit_bias={0: 100}).outputs["output_ids"] == [0]
     assert answer(logit_bias={0: 100}, ignore_eos=True).outputs["output_ids"] == [0] * 10
+    allowed = answer(allowed_token_ids=[88, 7], logit_bias={9: 100, 7: 50}, temperature=1, seed=1)
+    assert allowed.outputs["output_ids"] == [7] * 10
+    mixed = answer(allowed_token_ids=[88, 7, 90], temperature=9, seed=1, max_tokens=40)
+    assert {*mixed.outputs["output_ids"]} == {88, 7, 90}
     special = answer(logit_bias={0: 100}, ignore_eos=True, skip_special_tokens=False)
     assert special.text == PROMPT + "<|endoftext|>" * 10
 

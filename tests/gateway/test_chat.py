@@ -219,7 +219,7 @@ def test_what_the_template_refuses_is_refused_with_its_words(openai: OpenAI) -> 
         openai.chat.completions.create(model="small", messages=MESSAGES * 3)
 
 
-def test_long_conversations_are_rendered_beside_the_event_loop(
+def test_a_long_conversation_is_the_completion_of_its_rendering(
     gateway: Gateway, server: TritonServer
 ) -> None:
     content = "words and words " * 1000

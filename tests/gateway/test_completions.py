@@ -48,6 +48,8 @@ def direct(server: TritonServer, prompt: str | list[int], **sampling: Any) -> st
         {"repetition_penalty": 1.8},
         {"logit_bias": {"88": 30, "221": 30}},
         {"bad_words": ["s", "Z"]},
+        {"allowed_token_ids": [88, 91, 97, 221]},
+        {"allowed_token_ids": [88, 91, 97], "logit_bias": {"88": 3, "221": 100}, "temperature": 0},
         {"ignore_eos": True, "max_tokens": 64},
         {"stop_token_ids": [88], "logit_bias": {"88": 12}},
         {"min_tokens": 20, "stop": ["e", "t"]},
@@ -77,6 +79,7 @@ def test_the_parameters_of_that_test_each_have_an_effect(server: TritonServer) -
         {"top_k": 2},
         {"repetition_penalty": 1.8},
         {"bad_words": ["s", "Z"]},
+        {"allowed_token_ids": [88, 91, 97, 221]},
     ):
         assert direct(server, PROMPT, **SAMPLED | more) != plain, more
 

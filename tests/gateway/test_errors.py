@@ -94,7 +94,15 @@ USER = {"role": "user", "content": "x"}
         (TEXT, {"prompt": "x", "stream_options": {"a": 1}}, "stream_options.a", "Unrecognized"),
         (TEXT, {"prompt": "x", "stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "stream"),
         (TEXT, {"prompt": "x", "suffix": "y"}, "suffix", "not supported"),
-        (TEXT, {"prompt": "x", "allowed_token_ids": [1]}, "allowed_token_ids", "not supported"),
+        (TEXT, {"prompt": "x", "allowed_token_ids": []}, "allowed_token_ids", "at least one token"),
+        (TEXT, {"prompt": "x", "allowed_token_ids": [384]}, "allowed_token_ids", "ids 0 to 383"),
+        (
+            TEXT,
+            {"prompt": "x", "allowed_token_ids": [1] * 4097},
+            "allowed_token_ids",
+            "at most 4096",
+        ),
+        (TEXT, {"prompt": "x", "allowed_token_ids": "1"}, "allowed_token_ids", "valid list"),
         (
             TEXT,
             {"prompt": "x", "response_format": {"type": "json_object"}},

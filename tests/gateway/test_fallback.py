@@ -94,6 +94,7 @@ def test_the_gateway_is_ready_by_its_fallback_and_says_so(falling: Gateway) -> N
     [
         {"prompt": [5, 6]},
         {"prompt": "x", "stop_token_ids": [5]},
+        {"prompt": "x", "allowed_token_ids": [5]},
         {"prompt": "x", "logit_bias": {"5": 1}},
         {"prompt": "x", "temperature": -1},
     ],

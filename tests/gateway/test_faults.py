@@ -1,8 +1,10 @@
 """What breaks behind a gateway: streams go on, or end with an error that says so."""
 
 import asyncio
+import contextlib
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,22 @@ import pytest
 from httpx_sse import EventSource
 from openai import AsyncOpenAI
 
+from charonia.gateway.progress import STEP_TIMEOUT_S
 from charonia.launch.server.run import running_server
 from charonia.launch.server.tritonserver import TritonServer
-from support.e2e import ENDLESS, ENDLESS_BLOCKS, ONE_THREAD, one_torch_thread, wait_for, wait_idle
+from support.e2e import (
+    ENDLESS,
+    ENDLESS_BLOCKS,
+    ONE_THREAD,
+    one_torch_thread,
+    scrape,
+    wait_for,
+    wait_idle,
+)
+from support.faults import make_faulty_repository, order_fault
 from support.gateway import Gateway, running_gateway
 from support.long import long
+from support.stopping import stop_process
 
 TEXT = "/v1/completions"
 SETTINGS = (ONE_THREAD, ENDLESS_BLOCKS, "max_num_seqs=16")
@@ -103,6 +116,56 @@ def test_sixteen_streams_go_on_where_the_engine_dies(frail: TritonServer, model:
         assert frail.pids("engine") != [pid]
         assert gateway.http.get("/health/ready").json()["status"] == "ready"
     wait_idle(frail)
+
+
+@pytest.fixture(scope="module")
+def hanging(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    """A server whose engine hangs on order, which its scheduler does not notice."""
+    source = make_faulty_repository(tmp_path_factory.mktemp("faulty") / "models", step_s=0.0)
+    settings = (*SETTINGS, "scheduler.min_step_deadline_s=3600")
+    with (
+        one_torch_thread(),
+        running_server(model=model, settings=settings, source=source) as server,
+    ):
+        yield server
+
+
+def test_an_engine_whose_step_never_ends_is_not_ready_until_another_one_serves(
+    hanging: TritonServer, model: Path
+) -> None:
+    with running_gateway([hanging.grpc_url], model) as gateway:
+        assert wait_for(lambda: ready(gateway), all) == [True]
+        (pid,) = hanging.pids("engine")
+        order = order_fault(hanging.repository, "hang-in-step", 1)
+        began_at = time.monotonic()
+        assert wait_for(lambda: ready(gateway), lambda found: not any(found)) == [False]
+        assert not order.exists(), "it hangs"
+        assert time.monotonic() - began_at >= STEP_TIMEOUT_S - 1.0, "a step may take long"
+        reply = gateway.http.get("/health/ready")
+        assert (reply.status_code, reply.json()["status"]) == (503, "not ready")
+        assert reply.json()["servers"][0]["reason"].startswith("the engine hangs: no step for")
+        assert scrape(hanging)["charonia_engine_up"] == 1, "its scheduler has not noticed"
+        os.kill(pid, signal.SIGKILL)
+        assert wait_for(lambda: ready(gateway), all) == [True]
+        assert hanging.pids("engine") != [pid]
+        assert gateway.http.post(TEXT, json=SAMPLED | {"max_tokens": 2}).status_code == 200
+
+
+def test_an_engine_that_is_stopped_is_not_ready_until_it_or_another_one_goes_on(
+    hanging: TritonServer, model: Path
+) -> None:
+    with running_gateway([hanging.grpc_url], model) as gateway:
+        assert wait_for(lambda: ready(gateway), all) == [True]
+        (pid,) = hanging.pids("engine")
+        stop_process(pid)
+        try:
+            assert wait_for(lambda: ready(gateway), lambda found: not any(found)) == [False]
+            assert gateway.http.get("/health/ready").status_code == 503
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        assert wait_for(lambda: ready(gateway), all) == [True]
+        assert gateway.http.get("/health/ready").status_code == 200
 
 
 def test_a_server_that_dies_is_an_error_in_its_streams_and_no_other_request_sees_it(

@@ -147,6 +147,7 @@ NUMBERS = sorted(
 OTHERS: dict[str, list[Any]] = {
     "stop": ["", "x", "x" * 8192, "x" * 8193, [], [""], ["x"] * 64, ["x"] * 65],
     "stop_token_ids": [[], [0] * 1024, [0] * 1025],
+    "allowed_token_ids": [[], [0], [0] * 4096, [0] * 4097],
     "bad_words": [[], [""], ["x" * 8193], ["x"] * 256, ["x"] * 257],
     "logit_bias": [{}, {"0": -100}, {"17": 101}, {str(i): 1 for i in range(4097)}],
     "cache_salt": ["", "x" * 256, "x" * 257],

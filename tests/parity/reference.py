@@ -6,14 +6,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+)
 
 from support.checkpoints import VOCAB_SIZE
 
 
 @dataclass(frozen=True)
 class Reference:
-    """A greedy continuation, its tokens' log-probabilities, and how close the runner-up was."""
+    """A greedy continuation, its tokens' log-probabilities, and how close the runner-up was.
+
+    The last two are of the model's own logits.
+    """
 
     token_ids: list[int]
     logprobs: list[float]
@@ -27,19 +36,30 @@ def greedy(
     *,
     dtype: str = "float32",
     device: str = "cpu",
+    processor: LogitsProcessor | None = None,
 ) -> Reference:
-    """Generate exactly `num_new` tokens with transformers."""
-    return _greedy(model_dir, tuple(prompt), num_new, dtype, device)
+    """Generate exactly `num_new` tokens with transformers.
+
+    Args:
+        processor: edits the logits before each choice.
+    """
+    return _greedy(model_dir, tuple(prompt), num_new, dtype, device, processor)
 
 
 @functools.cache
 def _greedy(
-    model_dir: Path, prompt: tuple[int, ...], num_new: int, dtype: str, device: str
+    model_dir: Path,
+    prompt: tuple[int, ...],
+    num_new: int,
+    dtype: str,
+    device: str,
+    processor: LogitsProcessor | None,
 ) -> Reference:
     input_ids = torch.tensor([prompt], device=device)
     output = _model(model_dir, dtype, device).generate(
         input_ids,
         attention_mask=torch.ones_like(input_ids),
+        logits_processor=LogitsProcessorList([] if processor is None else [processor]),
         generation_config=GenerationConfig(
             max_new_tokens=num_new,
             do_sample=False,
@@ -60,10 +80,15 @@ def _greedy(
 
 def prompt_logprobs(model_dir: Path, prompt: Sequence[int]) -> list[float]:
     """Log-probability of each token of a prompt but the first, float32 on the CPU."""
-    with torch.inference_mode():
-        logits = _model(model_dir, "float32", "cpu")(torch.tensor([list(prompt)])).logits[0]
+    logits = logits_of(model_dir, prompt)
     logprobs = torch.log_softmax(logits.double(), dim=-1)
     return [logprobs[i, token_id].item() for i, token_id in enumerate(prompt[1:])]
+
+
+def logits_of(model_dir: Path, token_ids: Sequence[int]) -> torch.Tensor:
+    """The logits behind each token, [tokens, vocab] float32, on the CPU."""
+    with torch.inference_mode():
+        return _model(model_dir, "float32", "cpu")(torch.tensor([list(token_ids)])).logits[0]
 
 
 @functools.lru_cache(maxsize=16)

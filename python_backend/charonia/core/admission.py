@@ -88,6 +88,7 @@ def check(request: GenerationRequest, args: EngineArgs, info: EngineInfo, limits
     _check_ids("input_ids", request.prompt_ids, info.vocab_size)
     _check_ids("draft_input_ids", request.draft_ids, info.vocab_size)
     _check_ids("stop_token_ids", params.stop_token_ids, info.vocab_size)
+    _check_ids("allowed_token_ids", params.allowed_token_ids or (), info.vocab_size)
     _check_ids("logit_bias", tuple(params.logit_bias), info.vocab_size)
 
 
@@ -172,6 +173,7 @@ def _row_sampling(
         repetition_penalty=params.repetition_penalty,
         logit_bias=params.logit_bias,
         bad_words_ids=request.bad_words_ids,
+        allowed_ids=params.allowed_token_ids or (),
         min_tokens=params.min_tokens,
         stop_ids=sorted(stop_ids) if params.min_tokens else [],
         num_logprobs=(params.logprobs or 0) if request.counts_logprobs else -1,

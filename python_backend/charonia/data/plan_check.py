@@ -259,6 +259,7 @@ def _check_sampling(what: str, sampling: RowSampling, vocab_size: int) -> None:
     _check_in(f"{what}: num_prompt_logprobs", sampling.num_prompt_logprobs, -1, MAX_LOGPROBS)
     _check_ids(f"{what}: token id of logit_bias", sampling.logit_bias, vocab_size)
     _check_ids(f"{what}: token id of stop_ids", sampling.stop_ids, vocab_size)
+    _check_ids(f"{what}: token id of allowed_ids", sampling.allowed_ids, vocab_size)
     for word in sampling.bad_words_ids:
         _require(bool(word), f"{what}: an empty sequence in bad_words_ids")
         _check_ids(f"{what}: token id of bad_words_ids", word, vocab_size)

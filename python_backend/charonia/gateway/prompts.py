@@ -1,6 +1,7 @@
-"""Converts texts to token ids, in threads if they are long.
+"""Converts texts to token ids, in threads if they are long or many.
 
-Owns the tokenizer, the chat template and their threads. Must not know requests.
+Owns the tokenizer, the chat template and their threads. Must not know requests, but for their size:
+what is done for a large one blocks the event loop for long, whatever its single parts are.
 """
 
 import asyncio
@@ -13,7 +14,8 @@ from charonia.gateway.errors import invalid, too_long
 from charonia.text.tokenizer import Tokenizer
 
 SHORT_BYTES = 2048
-"""Texts up to this size are tokenized on the event loop; a thread would take longer."""
+"""Requests up to this size are read, rendered and tokenized on the event loop; a thread would take
+longer."""
 T = TypeVar("T")
 
 
@@ -50,7 +52,7 @@ class Prompts:
 
     Args:
         template: the chat template, or the reason why there is none.
-        num_threads: for long texts.
+        num_threads: for large requests.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: Template | str, num_threads: int) -> None:
@@ -64,12 +66,13 @@ class Prompts:
         return not isinstance(self._template, str)
 
     async def of_text(
-        self, text: str, max_model_len: int | None, *, add_special_tokens: bool
+        self, text: str, max_model_len: int | None, *, add_special_tokens: bool, body_bytes: int
     ) -> Prompt:
         """Tokenize a text.
 
         Args:
             max_model_len: refuses a text at once that cannot fit; None refuses nothing.
+            body_bytes: of the whole request, which may have many texts.
 
         Raises:
             InvalidRequestError: it cannot be tokenized. ApiError: it is too long.
@@ -87,7 +90,7 @@ class Prompts:
                 text, add_special_tokens, lambda num_ids: _check_length(num_ids, max_model_len)
             )
 
-        return Prompt(await self.run(num_bytes, encode), text)
+        return Prompt(await self.run(max(num_bytes, body_bytes), encode), text)
 
     def of_ids(self, ids: Sequence[int], max_model_len: int | None) -> Prompt:
         """Take token ids. Raises ApiError if there are too many."""
@@ -101,11 +104,13 @@ class Prompts:
         max_model_len: int | None,
         *,
         add_special_tokens: bool,
+        body_bytes: int,
     ) -> Prompt:
         """Render a conversation and tokenize the text. The template writes its own BOS.
 
         Args:
             options: further arguments of the template.
+            body_bytes: of the request that has both.
 
         Raises:
             InvalidRequestError: the template refuses it. ApiError: there is no template, or the
@@ -114,8 +119,10 @@ class Prompts:
         template = self._template
         if isinstance(template, str):
             raise invalid(template, "messages", "no_chat_template")
-        text = await self.run(size_of(messages), lambda: template.render(messages, **options))
-        return await self.of_text(text, max_model_len, add_special_tokens=add_special_tokens)
+        text = await self.run(body_bytes, lambda: template.render(messages, **options))
+        return await self.of_text(
+            text, max_model_len, add_special_tokens=add_special_tokens, body_bytes=body_bytes
+        )
 
     async def run(self, num_bytes: int, call: Callable[[], T]) -> T:
         """Run a call on so many bytes, in a thread if they are many."""
@@ -134,14 +141,3 @@ def _check_length(num_ids: int, max_model_len: int | None) -> None:
             f"This model's maximum context length is {max_model_len} tokens. However, the prompt"
             f" has {num_ids} tokens, and at least one must be generated."
         )
-
-
-def size_of(value: Any) -> int:
-    """Estimate the bytes of a decoded JSON value, for the choice of a thread."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, dict):
-        return sum(size_of(one) for pair in value.items() for one in pair)
-    if isinstance(value, list):
-        return sum(map(size_of, value)) if value and not isinstance(value[0], int) else len(value)
-    return 8

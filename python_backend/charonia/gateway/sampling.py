@@ -54,6 +54,12 @@ class SamplingFields(Fields):
             "anyOf": [{**TOKEN_IDS, "maxItems": ranges.MAX_ENTRIES["stop_token_ids"]}, _NULL]
         },
         "bad_words": {"anyOf": [_texts("bad_words"), _NULL]},
+        "allowed_token_ids": {
+            "anyOf": [
+                {**TOKEN_IDS, "minItems": 1, "maxItems": ranges.MAX_ENTRIES["allowed_token_ids"]},
+                _NULL,
+            ]
+        },
         "min_tokens": {"minimum": 0, "maximum": INT32_MAX},
         "presence_penalty": _PENALTY,
         "frequency_penalty": _PENALTY,
@@ -93,6 +99,7 @@ class SamplingFields(Fields):
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     min_tokens: int | None = None

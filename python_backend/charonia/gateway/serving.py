@@ -18,7 +18,7 @@ from charonia.gateway.settings import GatewaySettings
 from charonia.gateway.upstream import Upstream, may_do_better
 from charonia_client import CharoniaClientError, Sampling, Timeouts
 
-_OF_TOKEN_IDS = ("stop_token_ids", "logit_bias")
+_OF_TOKEN_IDS = ("stop_token_ids", "allowed_token_ids", "logit_bias")
 T = TypeVar("T")
 
 

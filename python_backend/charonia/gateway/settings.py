@@ -43,7 +43,7 @@ class GatewaySettings:
         request_timeout_s: timeout of a whole request, which the fallback model gets again; None is
             no limit.
         drain_timeout_s: time for running requests to finish after SIGTERM.
-        num_threads: threads for texts that are too long to tokenize on the event loop.
+        num_threads: threads for requests that are too large to read and tokenize on the event loop.
         otlp_traces_endpoint: OTLP collector of spans, see `tracing.endpoint`; None sends none.
         trace_rate: of the requests without a trace context, one in so many is traced; 0 is none.
     """

@@ -8,10 +8,10 @@ A request goes to the server with the least load, in samples that run or wait th
     load = samples of this gateway's requests
            + what the server's last probe had beyond those: the requests of others
 
-A server whose last probe failed, or found no engine, comes last. A probe begins with a request
-once the last one is a second old, and that request does not wait for it. A single server is probed
-so only if there is a fallback model. Then no request is sent while no server takes any: one that is
-silent would hold it.
+A server whose last probe failed, or found no engine or one that hangs, comes last. A probe begins
+with a request once the last one is a second old, and that request does not wait for it. A single
+server is probed so only if there is a fallback model. Then no request is sent while no server takes
+any: one that is silent would hold it.
 
 A request moves to another server only while nothing of an answer has come, and only if that may
 help: the connection failed, or the server cannot take it now.
@@ -25,6 +25,7 @@ from typing import TypeVar
 
 from charonia.gateway.breaker import Breaker
 from charonia.gateway.errors import unavailable
+from charonia.gateway.progress import Progress
 from charonia_client import (
     AsyncClient,
     CharoniaClientError,
@@ -65,8 +66,9 @@ class Server:
     Attributes:
         num_requests: this gateway's running requests there. num_samples: of these.
         num_others: samples of others that run or wait there, by the last probe.
-        is_known_down: whether the last probe found no engine, or had no answer. An engine may be
-            starting, for which requests wait.
+        progress: of its engine, by the probes.
+        is_known_down: whether the last probe found no engine or one that hangs, or had no answer.
+            An engine may be starting, for which requests wait.
         last_state: by the last probe that has ended; None if it had no answer.
         turn: when it was chosen last. max_model_len: as it last reported.
     """
@@ -75,6 +77,7 @@ class Server:
         self.url = url
         self.client = AsyncClient(url, model=model, retry=RetryPolicy(max_attempts=1))
         self.breaker = Breaker(clock)
+        self.progress = Progress()
         self.num_requests = 0
         self.num_samples = 0
         self.num_others = 0
@@ -92,6 +95,20 @@ class Server:
         state = self.last_state
         return self.is_known_down and (state is None or state.reason is not None)
 
+    def trouble(self, state: EngineState | None) -> str | None:
+        """Why the server would not take a request now, as far as it tells; None while it would.
+
+        Args:
+            state: by the last probe; None if it had no answer.
+        """
+        if state is None:
+            return "no answer"
+        if not state.is_up:
+            return state.reason or "the engine is being brought back"
+        if self.progress.hangs(now := self._clock()):
+            return f"the engine hangs: no step for {self.progress.missed_s(now):.0f} s"
+        return None
+
     def refreshed(self, age_s: float) -> "asyncio.Task[EngineState | None]":
         """Return the last probe, or start a new one if that is older; it may still be running."""
         is_old = self._clock() - self._probed_at > age_s
@@ -101,9 +118,11 @@ class Server:
 
     async def _ask(self) -> EngineState | None:
         state = None
+        asked_at = self._clock()
         num_before = self.num_samples
         with contextlib.suppress(CharoniaClientError):
             state = await self.client.probe()
+            self.progress.note(state, asked_at, self._clock())
             self.max_model_len = state.max_model_len or self.max_model_len
             if state.load is not None:
                 # The server counted at some time in between. What it may have missed is not
@@ -112,7 +131,7 @@ class Server:
                 num_own = min(num_before, self.num_samples)
                 known = state.load.num_running + state.load.num_waiting
                 self.num_others = max(0, known - num_own)
-        self.is_known_down = state is None or not state.is_up
+        self.is_known_down = self.trouble(state) is not None
         if not self.is_known_down:
             self.breaker.note_up()
         self._probed_at = self._clock()
@@ -305,7 +324,7 @@ async def states_of(servers: Sequence[Server]) -> list[EngineState | None]:
     A server that hangs is not waited for if another one is up: it has its last state here.
     """
     probes = [server.refreshed(STATE_AGE_S) for server in servers]
-    is_one_up = await _wait_one_up(probes)
+    is_one_up = await _wait_one_up(servers, probes)
     if is_one_up:
         await asyncio.wait(probes, timeout=OTHERS_S)
     return [
@@ -314,13 +333,18 @@ async def states_of(servers: Sequence[Server]) -> list[EngineState | None]:
     ]
 
 
-async def _wait_one_up(probes: Sequence["asyncio.Task[EngineState | None]"]) -> bool:
+async def _wait_one_up(
+    servers: Sequence[Server], probes: Sequence["asyncio.Task[EngineState | None]"]
+) -> bool:
     """Wait for the first server that is up. Returns whether one was found in time."""
+    server_of = dict(zip(probes, servers, strict=True))
+    waiting = set(probes)
     with contextlib.suppress(TimeoutError):
-        for probe in asyncio.as_completed(probes, timeout=PROBE_TIMEOUT_S):
-            state = await probe
-            if state is not None and state.is_up:
-                return True
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
+            while waiting:
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                if any(server_of[probe].trouble(probe.result()) is None for probe in done):
+                    return True
     return False
 
 

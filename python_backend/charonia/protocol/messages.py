@@ -19,6 +19,7 @@ class RowSampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
         seed: 64-bit seed of the noise, 0 .. 2**64 - 1.
         top_k: 0 is all.
         bad_words_ids: token id sequences whose last token must not follow the ones before it.
+        allowed_ids: only these token ids can be sampled; () allows all.
         min_tokens: `stop_ids` cannot be sampled before this many tokens are generated.
         num_logprobs, num_prompt_logprobs: -1 none, 0 the token itself, k also the top k.
     """
@@ -33,6 +34,7 @@ class RowSampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = {}
     bad_words_ids: list[list[int]] = []
+    allowed_ids: tuple[int, ...] = ()
     min_tokens: int = 0
     stop_ids: list[int] = []
     num_logprobs: int = -1

@@ -27,7 +27,13 @@ MAX_TTL_S = 1e9
 MAX_LOGPROBS = 20
 MAX_SAMPLES = 128
 """Most samples of one prompt; OpenAI's API has the same limit."""
-MAX_ENTRIES = {"stop": 64, "stop_token_ids": 1024, "bad_words": 256, "logit_bias": 4096}
+MAX_ENTRIES = {
+    "stop": 64,
+    "stop_token_ids": 1024,
+    "bad_words": 256,
+    "allowed_token_ids": 4096,
+    "logit_bias": 4096,
+}
 MAX_CHARACTERS = {"stop": 8192, "bad_words": 8192, "tenant": 256, "cache_salt": 256}
 
 WITHOUT_BEAM_SEARCH: dict[str, Any] = {
@@ -106,6 +112,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Sampl
             `MAX_CHARACTERS` limit these and other parameters.
         include_stop_str_in_output: keep the stop string at the end of the text.
         bad_words: strings that must not be generated.
+        allowed_token_ids: only these tokens can be generated, at least one; None allows all. EOS
+            must be among them to be generated. Where other parameters suppress them all, they are
+            equally likely.
         ignore_eos: go on after the end-of-sequence token.
         skip_special_tokens: leave special tokens out of the text.
         presence_penalty, frequency_penalty: subtracted from logits of generated tokens, [-2, 2].
@@ -140,6 +149,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Sampl
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
     bad_words: tuple[str, ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     presence_penalty: float = 0.0
@@ -201,14 +211,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Sampl
             _check_range(f"logit_bias of token {token_id}", bias, -100.0, 100.0)
         _check_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         _check_range("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
-        for name, most in MAX_ENTRIES.items():
-            _check_size(name, len(getattr(self, name)), most, "entries")
-        for name, most in MAX_CHARACTERS.items():
-            value = getattr(self, name)
-            num = len(value) if isinstance(value, str) else sum(map(len, value))
-            _check_size(name, num, most, "characters")
-        _check("stop", self.stop, all(self.stop), "a string or a list of non-empty strings")
-        _check("bad_words", self.bad_words, all(self.bad_words), "a list of non-empty strings")
+        _check_lists(self)
         _check_range("priority", self.priority, -INT32_MAX, INT32_MAX)
         _check_range("deadline_ms", self.deadline_ms, 1, INT32_MAX)
         _check_ttl("cache_ttl_s", self.cache_ttl_s)
@@ -235,6 +238,25 @@ def _check(name: str, value: object, ok: bool, accepted: str) -> None:
 def _check_size(name: str, num: int, most: int, what: str) -> None:
     if num > most:
         raise InvalidRequestError(f"{name} must have at most {most} {what}, but has {num}")
+
+
+def _check_lists(params: SamplingParams) -> None:
+    """Check the sizes of texts and lists, and that none is empty that must not be."""
+    for name, most in MAX_ENTRIES.items():
+        _check_size(name, len(getattr(params, name) or ()), most, "entries")
+    for name, most in MAX_CHARACTERS.items():
+        value = getattr(params, name)
+        num = len(value) if isinstance(value, str) else sum(map(len, value))
+        _check_size(name, num, most, "characters")
+    _check("stop", params.stop, all(params.stop), "a string or a list of non-empty strings")
+    _check("bad_words", params.bad_words, all(params.bad_words), "a list of non-empty strings")
+    allowed = params.allowed_token_ids
+    _check(
+        "allowed_token_ids",
+        allowed,
+        allowed is None or bool(allowed),
+        "a list of at least one token id, or be left out",
+    )
 
 
 def _check_range(name: str, value: float | None, low: float, high: float) -> None:

@@ -35,6 +35,7 @@ HEAVY: dict[str, Any] = {
     "stop": ["\U0001f41a" * 127 + chr(0x4E00 + i) for i in range(64)],
     "stop_token_ids": list(range(VOCAB_SIZE)) + [5] * (1024 - VOCAB_SIZE),
     "bad_words": ["zebra " * 5 + chr(0x4E00 + i) for i in range(256)],
+    "allowed_token_ids": list(range(VOCAB_SIZE)) + [5] * (4096 - VOCAB_SIZE),
     "logit_bias": {str(token_id): -0.5 for token_id in range(VOCAB_SIZE)},
 }
 FLAGS = ("logprobs", "cumulative_logprob", "token_ids", "timing", "finish_reason")

@@ -108,7 +108,8 @@ def misfit(request: Request, info: EngineInfo, limits: Limits) -> str | None:
         )
     sampling = request.sampling
     bad_ids = (token_id for ids in sampling.bad_words_ids for token_id in ids)
-    ids = [*request.token_ids, *sampling.stop_ids, *sampling.logit_bias, *bad_ids]
+    edited_ids = (*sampling.logit_bias, *sampling.allowed_ids)
+    ids = [*request.token_ids, *sampling.stop_ids, *edited_ids, *bad_ids]
     if max(ids) >= info.vocab_size:
         return (
             f"the engine was restarted with a vocabulary of {info.vocab_size} tokens; "

@@ -4,8 +4,9 @@ Owns the edits of single logits (bias, bans, penalties) and the truncation of a 
 top-k, top-p). Must not know the noise, or any state besides the arguments.
 
 The order is vLLM's: logit bias, minimum tokens and bad words, then repetition, frequency and
-presence penalty. All of these also apply to greedy rows. Then temperature, min-p, top-k and top-p,
-each applied to the result of the previous one.
+presence penalty. All of these also apply to greedy rows, and so do allowed tokens, which come last:
+no edit brings back a token that they exclude. Then temperature, min-p, top-k and top-p, each
+applied to the result of the previous one.
 """
 
 from collections.abc import Sequence
@@ -86,6 +87,28 @@ def edit_logits(logits: Tensor, rows: Sequence[SampledRow]) -> Tensor:
     if penalized:
         _penalize(edited, rows, penalized)
     return edited
+
+
+def keep_allowed(logits: Tensor, rows: Sequence[SampledRow]) -> Tensor:
+    """Exclude all tokens that a row does not allow.
+
+    Args:
+        logits: [n, vocab] float32, edited, not modified.
+        rows: one per line.
+
+    Returns:
+        `logits` itself if every row allows all tokens, else a copy where excluded ones have -inf.
+    """
+    places = [line for line, row in enumerate(rows) for _ in row.sampling.allowed_ids]
+    if not places:
+        return logits
+    ids = [token_id for row in rows for token_id in row.sampling.allowed_ids]
+    has_list = [bool(row.sampling.allowed_ids) for row in rows]
+    is_excluded = torch.tensor(has_list, device=logits.device).unsqueeze(1)
+    is_excluded = is_excluded.repeat(1, logits.shape[1])  # [n, vocab]
+    index = torch.tensor([places, ids], device=logits.device)
+    is_excluded[index[0], index[1]] = False
+    return logits.masked_fill(is_excluded, -torch.inf)
 
 
 def _additions(rows: Sequence[SampledRow]) -> tuple[list[int], list[int], list[float]]:

@@ -65,6 +65,7 @@ class NativeDraw:
             sampling.presence_penalty,
             sampling.logit_bias,
             sampling.bad_words_ids,
+            sampling.allowed_ids,
             sampling.min_tokens,
             sampling.stop_ids,
         )

@@ -7,8 +7,8 @@ A row's token is a function of its logits, its parameters and its tokens so far.
 on the other rows, and noise enters only as (seed, position, token id), see noise.py.
 
 Logits that are not finite: tokens with NaN and -inf are never drawn, and +inf counts as the largest
-float32. If a row has no other tokens (or all are banned), all its tokens are equally likely. Other
-rows are not affected.
+float32. If a row has no other tokens (or all are banned), all its tokens are equally likely, or all
+that it allows. Other rows are not affected.
 """
 
 from collections import defaultdict
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from charonia.data.sampling.constraints import SampledRow, edit_logits
+from charonia.data.sampling.constraints import SampledRow, edit_logits, keep_allowed
 from charonia.data.sampling.draw import NUM_LEVELS, Lines, Method, draw
 from charonia.data.sampling.native_draw import NativeDraw
 from charonia.data.sampling.ranking import block_max, mass, token_rank, top_tokens, weight_sum
@@ -122,7 +122,8 @@ class Sampler:
         # Values that are not finite are only repaired in rows that failed the first attempt.
         raw = _repair(raw) if level else raw
         edited = edit_logits(raw, rows)
-        token_ids, is_settled = self._draw(_repair(edited) if level else edited, rows, level)
+        edited = keep_allowed(_repair(edited) if level else edited, rows)
+        token_ids, is_settled = self._draw(edited, rows, level)
         packed = [torch.stack((token_ids, is_settled)).double().flatten()]
         asked, k = _asked(rows)
         if asked:

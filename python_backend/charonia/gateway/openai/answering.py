@@ -33,18 +33,22 @@ class Form(Protocol):
         ...
 
 
-async def render(serving: Serving, conversation: Conversation) -> Prompt:
+async def render(serving: Serving, conversation: Conversation, body_bytes: int) -> Prompt:
     """Render and tokenize a conversation.
+
+    Args:
+        body_bytes: of the request.
 
     Raises:
         InvalidRequestError: the template refuses the messages. ApiError: there is no template.
     """
-    messages, options = conversation.rendering()
+    messages, options = await serving.prompts.run(body_bytes, conversation.rendering)
     return await serving.prompts.of_messages(
         messages,
         options,
         await serving.upstream.max_model_len(),
         add_special_tokens=bool(conversation.add_special_tokens),
+        body_bytes=body_bytes,
     )
 
 

@@ -31,7 +31,7 @@ async def chat(serving: Serving, record: Record, body: bytes, reply: Reply) -> N
     request = await serving.prompts.run(len(body), lambda: read(ChatRequest, body))
     request.check()
     model = serving.check_model(request.model)
-    prompt = await render(serving, request)
+    prompt = await render(serving, request, len(body))
     generation = serving.generation(
         record.request_id, [prompt], request.sampling(), record.key_tenant
     )

@@ -29,7 +29,7 @@ async def complete(serving: Serving, record: Record, body: bytes, reply: Reply) 
     request.check()
     model = serving.check_model(request.model)
     serving.check_size("prompt", len(request.prompt))
-    prompts = await _prompts(serving, request)
+    prompts = await _prompts(serving, request, len(body))
     generation = serving.generation(
         record.request_id,
         prompts,
@@ -41,13 +41,15 @@ async def complete(serving: Serving, record: Record, body: bytes, reply: Reply) 
     await answer(serving, request, generation, form, record, reply)
 
 
-async def _prompts(serving: Serving, request: CompletionRequest) -> list[Prompt]:
+async def _prompts(serving: Serving, request: CompletionRequest, body_bytes: int) -> list[Prompt]:
     limit = await serving.upstream.max_model_len()
     adds = request.add_special_tokens is not False
 
     async def prompt_of(one: str | list[int]) -> Prompt:
         if isinstance(one, str):
-            return await serving.prompts.of_text(one, limit, add_special_tokens=adds)
+            return await serving.prompts.of_text(
+                one, limit, add_special_tokens=adds, body_bytes=body_bytes
+            )
         return serving.prompts.of_ids(one, limit)
 
     return await all_of([prompt_of(one) for one in request.prompt])

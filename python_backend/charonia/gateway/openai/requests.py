@@ -39,7 +39,6 @@ _CONTENTS = [
 ]
 _TEXT: tuple[Any, ...] = ({"type": "text"},)
 _UNSERVED: Mapping[str, tuple[Any, ...]] = {
-    "allowed_token_ids": (),
     "guided_choice": (),
     "guided_grammar": (),
     "guided_json": (),

@@ -20,9 +20,11 @@ async def tokenize(serving: Serving, body: bytes, reply: Reply) -> None:
         raise invalid("prompt or messages must be given, and not both", "prompt")
     if request.prompt is not None:
         adds = request.add_special_tokens is not False
-        prompt = await serving.prompts.of_text(request.prompt, None, add_special_tokens=adds)
+        prompt = await serving.prompts.of_text(
+            request.prompt, None, add_special_tokens=adds, body_bytes=len(body)
+        )
     else:
-        prompt = await render(serving, request)
+        prompt = await render(serving, request, len(body))
     tokenizer = serving.prompts.tokenizer
     names = None
     if request.return_token_strs:

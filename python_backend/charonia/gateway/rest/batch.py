@@ -35,7 +35,7 @@ async def batch(serving: Serving, record: Record, body: bytes, reply: Reply) -> 
     ids = [f"{record.request_id}-{index}" for index in range(len(entries))]
 
     async def respond(index: int) -> GenerateAnswer | Failure:
-        response = await _respond(serving, record, entries[index], ids[index])
+        response = await _respond(serving, record, entries[index], ids[index], len(body))
         if isinstance(response, Failure):
             record.note_entry(response.error["status"], response.error["message"])
         else:
@@ -83,12 +83,18 @@ def _tenant_of(entries: Sequence[PromptRequest | ApiError]) -> str | None:
 
 
 async def _respond(
-    serving: Serving, record: Record, entry: PromptRequest | ApiError, request_id: str
+    serving: Serving,
+    record: Record,
+    entry: PromptRequest | ApiError,
+    request_id: str,
+    body_bytes: int,
 ) -> GenerateAnswer | Failure:
     try:
         if isinstance(entry, ApiError):
             raise entry
-        return await serving.answered(record, lambda one: answer_of(one, record, entry, request_id))
+        return await serving.answered(
+            record, lambda one: answer_of(one, record, entry, request_id, body_bytes)
+        )
     except (ApiError, CharoniaClientError, CharoniaError) as error:
         found = errors.of_any(error)
         return Failure(request_id, {**found.body["error"], "status": int(found.status)})

@@ -27,10 +27,10 @@ async def generate(serving: Serving, record: Record, body: bytes, reply: Reply) 
     request = await serving.prompts.run(len(body), lambda: read(GenerateRequest, body))
     record.named_tenant = request.tenant
     if not request.stream:
-        await reply.whole(await answer_of(serving, record, request, record.request_id))
+        await reply.whole(await answer_of(serving, record, request, record.request_id, len(body)))
         return
     model = serving.check_model(request.model)
-    generation = await _generation(serving, record, request, record.request_id)
+    generation = await _generation(serving, record, request, record.request_id, len(body))
     run = Run(generation, serving.upstream, record)
     async with contextlib.aclosing(run.stream()) as chunks:
         async for _, chunk in chunks:
@@ -54,15 +54,18 @@ async def generate(serving: Serving, record: Record, body: bytes, reply: Reply) 
 
 
 async def answer_of(
-    serving: Serving, record: Record, request: PromptRequest, request_id: str
+    serving: Serving, record: Record, request: PromptRequest, request_id: str, body_bytes: int
 ) -> GenerateAnswer:
     """Return the whole answer to one prompt.
+
+    Args:
+        body_bytes: of the HTTP request, which may have further prompts.
 
     Raises:
         CharoniaClientError, CharoniaError, ApiError: the request is wrong, or it failed.
     """
     model = serving.check_model(request.model)
-    generation = await _generation(serving, record, request, request_id)
+    generation = await _generation(serving, record, request, request_id, body_bytes)
     run = Run(generation, serving.upstream, record)
     (completion,) = await run.complete()
     return GenerateAnswer.of(
@@ -75,15 +78,17 @@ async def answer_of(
 
 
 async def _generation(
-    serving: Serving, record: Record, request: PromptRequest, request_id: str
+    serving: Serving, record: Record, request: PromptRequest, request_id: str, body_bytes: int
 ) -> Generation:
     request.check()
-    prompt = await _prompt(serving, request)
+    prompt = await _prompt(serving, request, body_bytes)
     return serving.generation(request_id, [prompt], request.sampling(), record.key_tenant)
 
 
-async def _prompt(serving: Serving, request: PromptRequest) -> Prompt:
+async def _prompt(serving: Serving, request: PromptRequest, body_bytes: int) -> Prompt:
     limit = await serving.upstream.max_model_len()
     if request.prompt is not None:
-        return await serving.prompts.of_text(request.prompt, limit, add_special_tokens=True)
+        return await serving.prompts.of_text(
+            request.prompt, limit, add_special_tokens=True, body_bytes=body_bytes
+        )
     return serving.prompts.of_ids(request.prompt_tokens, limit)

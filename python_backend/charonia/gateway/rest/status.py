@@ -34,8 +34,8 @@ async def health(
     servers = [
         ServerHealth(
             server.url,
-            state is not None and state.is_up,
-            "no answer" if state is None else state.reason,
+            (trouble := server.trouble(state)) is None,
+            trouble,
             UNSET if number < own else True,
         )
         for number, (server, state) in enumerate(zip(asked, await states_of(asked), strict=True))
@@ -53,8 +53,8 @@ async def metrics(upstream: Upstream, figures: Figures, num_in_flight: int) -> M
     servers = [
         ServerFigures(
             server.url,
-            state is not None and state.is_up,
-            "no answer" if state is None else state.reason,
+            (trouble := server.trouble(state)) is None,
+            trouble,
             None if state is None else state.load,
         )
         for server, state in zip(upstream.servers, states, strict=True)

@@ -241,6 +241,7 @@ _BY_TYPE: dict[Any, Callable[[str, Any], Any]] = {
     str: _string,
     tuple[str, ...]: _strings,
     tuple[int, ...]: _integers,
+    tuple[int, ...] | None: _integers,
     dict[int, float]: _biases,
     int | tuple[CacheRange, ...] | None: _cache_priority,
     float | None: _number,

@@ -57,6 +57,17 @@ void edit(float* logits, int64_t vocab, const Sampling& sampling, const History&
   if (sampling.has_penalty()) penalize(logits, vocab, sampling, history);
 }
 
+// All tokens that are not allowed become -inf.
+void keep_allowed(float* logits, int64_t vocab, const Sampling& sampling) {
+  if (sampling.allowed_ids.empty()) return;
+  int64_t next = 0;
+  for (const int64_t id : sampling.allowed_ids) {
+    if (id > next) std::fill(logits + next, logits + id, -kInfinity);
+    next = id + 1;
+  }
+  std::fill(logits + next, logits + vocab, -kInfinity);
+}
+
 // NaN and -inf become the smallest number, +inf the largest.
 void repair(float* logits, int64_t vocab) {
   for (int64_t i = 0; i < vocab; ++i)
@@ -76,6 +87,7 @@ int64_t draw_line(const float* logits, int64_t vocab, const Sampling& sampling,
     copy = scratch.get<float>(vocab);
     std::copy(logits, logits + vocab, copy);
     edit(copy, vocab, sampling, history);
+    keep_allowed(copy, vocab, sampling);
   }
   Line line(copy ? copy : logits, vocab);
   if (line.is_sound()) return line.draw(sampling.cut, {sampling.seed, history.size});
@@ -84,6 +96,7 @@ int64_t draw_line(const float* logits, int64_t vocab, const Sampling& sampling,
   repair(copy, vocab);
   edit(copy, vocab, sampling, history);
   repair(copy, vocab);
+  keep_allowed(copy, vocab, sampling);
   return Line(copy, vocab).draw(sampling.cut, {sampling.seed, history.size});
 }
 
@@ -125,9 +138,18 @@ void bind_sampling(pybind11::module_& module) {
       .def(py::init([](uint64_t seed, double temperature, int64_t top_k, double top_p, double min_p,
                        double repetition, double frequency, double presence,
                        std::map<int64_t, double> bias, std::vector<std::vector<int64_t>> bad_words,
-                       int64_t min_tokens, std::vector<int64_t> stop_ids) {
-        Sampling sampling{seed, {temperature, top_k, top_p, min_p}, repetition, frequency, presence,
-                          std::move(bias), std::move(bad_words), min_tokens, std::move(stop_ids)};
+                       std::vector<int64_t> allowed_ids, int64_t min_tokens,
+                       std::vector<int64_t> stop_ids) {
+        Sampling sampling{seed,
+                          {temperature, top_k, top_p, min_p},
+                          repetition,
+                          frequency,
+                          presence,
+                          std::move(bias),
+                          std::move(bad_words),
+                          std::move(allowed_ids),
+                          min_tokens,
+                          std::move(stop_ids)};
         sampling.check();
         return sampling;
       }));

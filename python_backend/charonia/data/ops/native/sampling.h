@@ -19,11 +19,12 @@ struct Sampling {
   double repetition_penalty, frequency_penalty, presence_penalty;
   std::map<int64_t, double> logit_bias;
   std::vector<std::vector<int64_t>> bad_words;
+  std::vector<int64_t> allowed_ids;  // none: all; `check` sorts them
   int64_t min_tokens;
   std::vector<int64_t> stop_ids;
   int64_t end_of_ids = 0;  // all token ids in here are below
 
-  // Raises what the parameters' own ranges rule out, and finds `end_of_ids`.
+  // Raises what the parameters' own ranges rule out, sorts, and finds `end_of_ids`.
   void check() {
     require(cut.temperature >= 0 && std::isfinite(cut.temperature), "temperature is ",
             cut.temperature);
@@ -38,6 +39,8 @@ struct Sampling {
       include(id);
     }
     for (const int64_t id : stop_ids) include(id);
+    std::sort(allowed_ids.begin(), allowed_ids.end());
+    for (const int64_t id : allowed_ids) include(id);
     for (const auto& word : bad_words) {
       require(!word.empty(), "a sequence of bad_words is empty");
       for (const int64_t id : word) include(id);
@@ -48,7 +51,8 @@ struct Sampling {
     return repetition_penalty != 1 || frequency_penalty != 0 || presence_penalty != 0;
   }
   bool has_edits() const {
-    return has_penalty() || !logit_bias.empty() || !bad_words.empty() || min_tokens > 0;
+    return has_penalty() || !logit_bias.empty() || !bad_words.empty() || !allowed_ids.empty() ||
+           min_tokens > 0;
   }
 
  private:
