@@ -1,4 +1,4 @@
-"""What schemathesis checks of the gateway beyond its own checks: streams, batches, refusals.
+"""What schemathesis checks of the gateway beyond its own checks: streams, batches, refusals, keys.
 
 Owns these checks, and what schemathesis is told of the OpenAPI document. Must not know charonia.
 schemathesis loads it (`loadtests/gateway_fuzz.py`).
@@ -27,6 +27,10 @@ MODEL = "small"
 VOCAB_SIZE = 384
 COUNTS = "CHARONIA_FUZZ_COUNTS"
 """Names the environment variable with the file for the counts of answers."""
+KEYS = "CHARONIA_FUZZ_KEYS"
+"""Names the environment variable with the gateway's API keys: JSON, the tenant of each or null."""
+NO_KEYS = ("Bearer sk-unknown", "Basic sk-unknown", "")
+"""Headers without a known key; the empty one is not sent."""
 RULES = (
     "exactly one of prompt and prompt_tokens must be given",
     "prompt or messages must be given, and not both",
@@ -55,7 +59,9 @@ RULES = (
 _VOCABULARY = "^([0-9]|[1-9][0-9]|[12][0-9]{2}|3[0-7][0-9]|38[0-3])$"
 _INT32_MAX = 2**31 - 1
 _SSE, _NDJSON = "text/event-stream", "application/x-ndjson"
+_keys: dict[str, str | None] = json.loads(os.environ.get(KEYS, "{}"))
 _counts: Counter[tuple[str, str, str]] = Counter()
+_num_calls: Counter[str] = Counter()
 
 
 @schemathesis.hook
@@ -79,6 +85,28 @@ def map_body(context: HookContext, body: Any) -> Any:
     if isinstance(body, dict) and isinstance(body.get("model"), str):
         return {**body, "model": MODEL}
     return body
+
+
+@schemathesis.hook
+def before_call(context: HookContext, case: Case, kwargs: dict[str, Any]) -> None:
+    """Give known keys in turn, and with every fourth request of a route none, or an unknown one.
+
+    A wrong method always gets a known one: without, it is refused for that. A key with a tenant
+    comes with a request for another one where a request may name one.
+    """
+    if not _keys:
+        return
+    number = _num_calls[case.operation.label]
+    _num_calls[case.operation.label] += 1
+    key, tenant = list(_keys.items())[number % len(_keys)]
+    if tenant is not None and case.operation.path == "/v1/generate" and isinstance(case.body, dict):
+        case.body = {**case.body, "tenant": f"not {tenant}"}
+    header = f"Bearer {key}"
+    if number % 4 == 3 and case.method.upper() == case.operation.method.upper():
+        header = NO_KEYS[number // 4 % len(NO_KEYS)]
+    case.headers.pop("Authorization", None)
+    if header:
+        case.headers["Authorization"] = header
 
 
 @schemathesis.hook
@@ -142,6 +170,27 @@ def refusals_say_why(context: CheckContext, response: Response, case: Case) -> N
     assert any(re.match(rule, message) for rule in RULES), f"unexpected refusal: {message}"
     is_told = error["param"] is not None or error["code"] == "context_length_exceeded"
     assert is_told, f"no field is named: {message}"
+
+
+@schemathesis.check
+def keys_are_asked_for(context: CheckContext, response: Response, case: Case) -> None:
+    """With API keys 401 means that there is no known one, where one is needed.
+
+    403 means that the request names another tenant than that of its key.
+    """
+    header = case.headers.get("Authorization", "")
+    scheme, _, key = header.partition(" ")
+    is_known = scheme == "Bearer" and key in _keys
+    is_asked = bool(_keys) and case.operation.definition.raw.get("security") != []
+    is_refused = response.status_code == 401
+    assert is_refused == (is_asked and not is_known), f"{response.status_code} with {header!r}"
+    named = case.body.get("tenant") if isinstance(case.body, dict) else None
+    own = _keys.get(key)
+    is_other = own is not None and (named or own) != own
+    if response.status_code == 403:
+        assert is_other, f"403 with {header!r} and the tenant {named!r}"
+    if response.status_code == 200 and case.operation.path == "/v1/generate":
+        assert not is_other, f"200 with {header!r} and the tenant {named!r}"
 
 
 @schemathesis.deserializer(_NDJSON)

@@ -1,6 +1,7 @@
 """Readers of an answer: a slow one gets all of it, one that reads nothing is aborted.
 
-Both over real sockets. The time that they take is skipped.
+Both over real sockets. The time that they take is skipped. What is kept for one that reads nothing
+is counted between a real gateway and a real server.
 """
 
 import asyncio
@@ -10,6 +11,7 @@ import socket
 import sys
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -18,7 +20,11 @@ from starlette.types import Receive, Scope, Send
 from charonia.events import Log
 from charonia.gateway.connections import UNSENT_BYTES, Connection, bounded
 from charonia.gateway.observing import Metrics, Observed
-from charonia.gateway.watching import Reply, Watch, Work
+from charonia.gateway.watching import PIECE_BYTES, Reply, Watch, Work
+from charonia.launch.server.tritonserver import TritonServer
+from support.counting_relay import counting_relay
+from support.e2e import ENDLESS, scrape, wait_for, wait_idle
+from support.gateway import posting, running_gateway
 
 STALL_S = 60.0
 SIOCOUTQNSD = 0x894B
@@ -28,6 +34,12 @@ BYTES_PER_STALL = 2**17
 """What a slow reader reads in the time after which one that reads nothing is aborted."""
 ANSWER_BYTES = 2**23
 """More than the kernel takes from a process, if nothing bounds it."""
+HELD_BYTES = 2**19
+"""More than a gateway takes from a server for a reader that has stopped, see its README.md."""
+PROBE_BYTES = 2**12
+"""What a server may send meanwhile that is no answer."""
+GENERATED = "charonia_generation_tokens_total"
+COMPLETIONS = "/v1/completions"
 
 
 @dataclass
@@ -108,6 +120,43 @@ def test_the_kernel_takes_little_more_than_it_can_send() -> None:
             return int.from_bytes(answer, sys.byteorder)
 
     assert asyncio.run(main()) < 4 * UNSENT_BYTES
+
+
+def test_the_process_keeps_one_piece_and_the_next_one_waits() -> None:
+    async def main() -> int:
+        async with asking() as exchange:
+            return (await exchange.wait_blocked()).transport.get_write_buffer_size()
+
+    assert 0 < asyncio.run(main()) <= PIECE_BYTES
+
+
+def test_a_stream_that_nobody_reads_stays_at_the_server_and_the_others_go_on(
+    server: TritonServer, model: Path
+) -> None:
+    """An answer of megabytes: each token has twenty log-probabilities."""
+    body = {"prompt": "x", "stream": True, "logprobs": 20, "ignore_eos": True}
+    before = wait_idle(server)[GENERATED]
+
+    def wait_tokens(count: int) -> None:
+        wanted = before + count
+        assert wait_for(lambda: scrape(server)[GENERATED], lambda found: found >= wanted) >= wanted
+
+    with (
+        counting_relay(server.grpc_url) as relay,
+        running_gateway([relay.address], model, "--stall-timeout", "600") as gateway,
+        posting(gateway, COMPLETIONS, {**body, "max_tokens": ENDLESS}, 4096) as connection,
+    ):
+        assert connection.recv(12) == b"HTTP/1.1 200"
+        wait_tokens(1000)
+        held = relay.num_bytes
+        wait_tokens(2000)
+        assert relay.num_bytes <= held + PROBE_BYTES
+        print(f"{held} bytes have left the server")
+        assert held <= HELD_BYTES
+        reply = gateway.http.post(COMPLETIONS, json={**body, "max_tokens": 1000})
+        assert reply.text.endswith("data: [DONE]\n\n")
+        assert relay.num_bytes > held + 2 * HELD_BYTES, "so would be the other one"
+    wait_idle(server)
 
 
 def test_a_reader_that_is_slow_but_reads_is_not_aborted() -> None:

@@ -14,8 +14,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 HEAD_S = 30.0
 """Timeout for a request's head, from the connection or the last answer on."""
 MAX_HEAD_BYTES = 2**16
-WRITE_BUFFER_BYTES = 2**14
-"""An answer's next part waits while this process still has more than this of it."""
+WRITE_BUFFER_BYTES = 0
+"""An answer's next part waits while this process still has more than this of the one before it."""
 UNSENT_BYTES = 2**14
 """The kernel takes no more while it has so much that it has not sent yet. Without this bound it
 takes megabytes, and a slow reader looks like one that reads nothing."""
