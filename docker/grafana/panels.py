@@ -116,7 +116,8 @@ OLDEST = Panel(
     "Oldest request",
     one("max by (model) (charonia_oldest_request_seconds@)"),
     "s",
-    "Age of the request that is here longest. If it rises as fast as time goes, one is stuck.",
+    "Age of the oldest of the requests that were admitted first. If it rises as fast as time goes,"
+    " one is stuck.",
 )
 STATE = Panel(
     "State of the engine",

@@ -35,13 +35,22 @@ def test_an_answer_that_goes_on_is_as_long_as_the_mean_of_longer_ones():
 
 def test_an_answer_that_is_cut_off_counts_as_long_as_longer_ones():
     lengths = lengths_of(10, 10, 100)
-    lengths.note_cut_off(20)
+    lengths.note_cut_off(20, num_most=1000)
     assert lengths.mean(0) == (10 + 10 + 100 + 100) / 4
-    lengths.note_cut_off(200)
+    lengths.note_cut_off(20, num_most=60)
+    assert lengths.mean(0) == (10 + 10 + 100 + 100 + 60) / 5, "it may be no longer"
+    lengths.note_cut_off(200, num_most=1000)
     assert lengths.mean(100) == 201, "it has had one more at least"
     lengths = lengths_of()
-    lengths.note_cut_off(20)
+    lengths.note_cut_off(20, num_most=60)
     assert lengths.mean(0) is None
+
+
+def test_an_answer_that_is_cut_off_keeps_its_share_of_accepted_drafts():
+    lengths = lengths_of(100)
+    for _ in range(32):
+        lengths.note_cut_off(10, 6, num_most=1000)
+    assert lengths.steps_per_token == pytest.approx(0.4)
 
 
 def test_only_the_last_ones_are_remembered():

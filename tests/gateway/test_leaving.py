@@ -39,6 +39,8 @@ RUNNING, WAITING = "charonia_requests_running", "charonia_requests_waiting"
 USED = 'charonia_kv_blocks{state="used"}'
 CANCELLED_S = 1.0
 """What is promised: so long after its client left, a request has gone from the scheduler."""
+BUSY_S = 3.0
+"""What is asked for while other tests run beside it."""
 NUM_LEAVES = 5
 """How many times that is measured; the median counts, for others may hold the machine at a time."""
 LONG_PROMPT = [5 + index % 200 for index in range(60_000)]
@@ -121,8 +123,9 @@ def test_who_leaves_while_the_prompt_is_computed_is_cancelled(
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("phase", ["queue", "prompt", "tokens"])
+@pytest.mark.parametrize("bound_s", [BUSY_S, pytest.param(CANCELLED_S, marks=long)])
 def test_who_leaves_is_cancelled_and_its_blocks_are_free_within_a_second(
-    server: TritonServer, gateway: Gateway, phase: str, *, stream: bool
+    server: TritonServer, gateway: Gateway, bound_s: float, phase: str, *, stream: bool
 ) -> None:
     wait_idle(server)
     with contextlib.ExitStack() as stack:
@@ -131,11 +134,13 @@ def test_who_leaves_is_cancelled_and_its_blocks_are_free_within_a_second(
                 stack.enter_context(asking(gateway, prompt="y"))
             wait_metric(server, RUNNING, 2)
         times = [
-            seconds_to_cancel(server, gateway, phase, stream=stream, salt=f"{stream} {number}")
+            seconds_to_cancel(
+                server, gateway, phase, stream=stream, salt=f"{bound_s} {stream} {number}"
+            )
             for number in range(NUM_LEAVES)
         ]
     print(f"cancelled after {', '.join(f'{seconds:.3f}' for seconds in times)} s")
-    assert median(times) <= CANCELLED_S, times
+    assert median(times) <= bound_s, times
     wait_idle(server)
 
 

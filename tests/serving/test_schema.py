@@ -393,6 +393,8 @@ OF_TRITON, OF_CLIENT = (f"00-{digit * 32}-00f067aa0ba902b7-01" for digit in "12"
         (None, OF_CLIENT, OF_CLIENT),
         (OF_TRITON, OF_CLIENT, OF_CLIENT),  # Triton lost the client's, and began its own
         (OF_TRITON, OF_TRITON.replace("-00f0", "-10f0"), OF_TRITON),  # Triton's span is below it
+        (OF_TRITON, f"{OF_CLIENT[:-2]}00", OF_TRITON),  # nobody records the client's
+        (None, f"{OF_CLIENT[:-2]}00", None),
         (OF_TRITON, "other", OF_TRITON),
         (OF_TRITON, 7, OF_TRITON),
     ],

@@ -29,6 +29,7 @@ class CountingRelay:
         self._servers: set[socket.socket] = set()
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self.num_bytes = 0
+        self._lock = threading.Lock()
         self._threads = [threading.Thread(target=self._accept, daemon=True)]
         self._threads[0].start()
 
@@ -62,7 +63,8 @@ class CountingRelay:
         with contextlib.suppress(OSError):
             while data := source.recv(_PIECE_BYTES):
                 if source in self._servers:
-                    self.num_bytes += len(data)
+                    with self._lock:
+                        self.num_bytes += len(data)
                 target.sendall(data)
         with contextlib.suppress(OSError):
             target.shutdown(socket.SHUT_WR)

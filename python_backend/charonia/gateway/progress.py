@@ -11,15 +11,15 @@ make one, so a later probe tells an idle engine from one that hangs::
     0 s    3600        -           no recent step; the probe asks for one
     5 s    4.99        5           it came, and another one is asked for
     10 s   9.99        5           no step since 5 s
-    15 s   14.99       10          it hangs: no step for `STEP_TIMEOUT_S`
+    35 s   34.99       30          it hangs: no step for `STEP_TIMEOUT_S`
 """
 
 from charonia_client import EngineState
 
 FRESH_S = 1.0
 """As in `supervision.server.probes`."""
-STEP_TIMEOUT_S = 10.0
-"""More than most steps take: those of long prompts on a CPU take seconds."""
+STEP_TIMEOUT_S = 30.0
+"""As the scheduler's `min_step_deadline_s` by default. Steps of long prompts on a CPU take seconds."""
 
 
 class Progress:
@@ -27,6 +27,7 @@ class Progress:
 
     def __init__(self) -> None:
         self._missed_since: float | None = None  # when the first probe was sent that found no step
+        self._noted_at = 0.0
 
     def note(self, state: EngineState, asked_at: float, now: float) -> None:
         """Note the answer to a probe.
@@ -35,16 +36,19 @@ class Progress:
             asked_at: when the probe was sent. now: when its answer came. Both in seconds,
                 monotonic.
         """
+        self._noted_at = now
         age_s, since = state.step_age_s, self._missed_since
         if not state.is_up or (age_s is not None and age_s <= FRESH_S):
             self._missed_since = None
         elif since is None or (age_s is not None and age_s <= now - since):
             self._missed_since = asked_at
 
-    def missed_s(self, now: float) -> float:
-        """For how long no step has come that a probe asked for, in seconds."""
-        return 0.0 if self._missed_since is None else now - self._missed_since
+    @property
+    def missed_s(self) -> float:
+        """How long no step had come that a probe had asked for, in seconds, by the last answer."""
+        return 0.0 if self._missed_since is None else self._noted_at - self._missed_since
 
-    def hangs(self, now: float) -> bool:
-        """Whether the engine hangs, as far as probes have told."""
-        return self.missed_s(now) >= STEP_TIMEOUT_S
+    @property
+    def hangs(self) -> bool:
+        """Whether the engine hung when the last answer came."""
+        return self.missed_s >= STEP_TIMEOUT_S

@@ -105,8 +105,8 @@ class Server:
             return "no answer"
         if not state.is_up:
             return state.reason or "the engine is being brought back"
-        if self.progress.hangs(now := self._clock()):
-            return f"the engine hangs: no step for {self.progress.missed_s(now):.0f} s"
+        if self.progress.hangs:
+            return f"the engine hangs: no step for {self.progress.missed_s:.0f} s"
         return None
 
     def refreshed(self, age_s: float) -> "asyncio.Task[EngineState | None]":

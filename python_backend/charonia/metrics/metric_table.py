@@ -132,7 +132,7 @@ METRICS = {
     "charonia_requests_running": _gauge("Requests that have a row of the engine."),
     "charonia_requests_waiting": _gauge("Requests that wait for a row or for an engine."),
     "charonia_oldest_request_seconds": _gauge(
-        "Ages of the five oldest live requests, the oldest first. 0 where there are fewer.",
+        "Ages of the five live requests that were admitted first, the oldest first; 0 for none.",
         "place",
         OLDEST,
     ),

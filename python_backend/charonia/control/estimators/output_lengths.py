@@ -33,15 +33,20 @@ class OutputLengths:
         self._past.note(num_tokens, num_accepted)
         self._recent.note(num_tokens, num_accepted)
 
-    def note_cut_off(self, num_tokens: int, num_accepted: int = 0) -> None:
+    def note_cut_off(self, num_tokens: int, num_accepted: int = 0, *, num_most: int) -> None:
         """An answer was ended from outside after `num_tokens` tokens, so it would have been longer.
 
-        It counts as long as answers that are longer. If only answers that end by themselves
-        counted, deadlines would let the short ones alone count, and estimates would shrink.
+        It counts as long as answers that are longer, and with as large a share of accepted drafts
+        as it had. If only answers that end by themselves counted, deadlines would let the short
+        ones alone count, and estimates would shrink.
+
+        Args:
+            num_tokens: at least 1. num_most: its `max_tokens`.
         """
         expected = self.mean(num_tokens)
         if expected is not None:
-            self.note(round(expected), num_accepted)
+            length = min(round(expected), num_most)
+            self.note(length, round(num_accepted * length / num_tokens))
 
     def mean(self, num_generated: int) -> float | None:
         """Mean length of answers longer than `num_generated` tokens; None before the first end.

@@ -121,7 +121,7 @@ class VirtualCounters:
 
         Args:
             num_running: requests of all tenants that run.
-            num_own: tokens that the tenant's running requests, and this one, have at most.
+            num_own: tokens that the tenant's running requests, and this one, may still be charged.
         """
         num_expected = num_running * (self._lengths.mean(0) or 0.0)
         num_tokens = max(0.0, min(num_expected, self._pool_tokens - num_own))
@@ -170,8 +170,8 @@ class FairDisplacement:
     requests, whatever it was given before, and pass less served tenants that wait for room.
 
     The margin is smaller where the bound leaves less. Once a request has a row, only its tenant's
-    running requests add to the counter, by their longest possible lengths at most. That, and the
-    margin, is never more than the tokens of the KV cache.
+    running requests add to the counter, by what they may still generate at most. The margin is no
+    more than the bound leaves beside that, and 0 if it leaves nothing.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class FairDisplacement:
     def victims(self, waiting: Request, running: Iterable[Request]) -> Iterator[Request]:
         """See `policy.Displacement`."""
         tenant, counters = waiting.tenant, self._counters
-        num_own = self._running.num_tokens(tenant) + waiting.max_known
+        num_own = self._running.num_left(tenant) + waiting.max_known
         bound = counters[tenant] - counters.margin(tenant, len(self._running), num_own)
         if bound > self._waiting.least:
             return iter(())
@@ -222,7 +222,6 @@ class FairRunning:
         self._rank = rank
         self._of: dict[str, list[Request]] = {}  # by rank
         self._levels = Levels(level)
-        self._num_tokens: dict[str, int] = {}  # see num_tokens()
         self._num_running = 0
         self._num_changes = 0
         self._in_order: list[Request] = []
@@ -236,14 +235,13 @@ class FairRunning:
         """A live view of the tenants with running requests."""
         return self._of.keys()
 
-    def num_tokens(self, tenant: str) -> int:
-        """Tokens that a tenant's requests have at most when they end, with their prompts."""
-        return self._num_tokens.get(tenant, 0)
+    def num_left(self, tenant: str) -> int:
+        """Tokens that a tenant's requests may still generate."""
+        return sum(one.max_known - len(one.token_ids) for one in self._of.get(tenant, ()))
 
     def add(self, request: Request) -> None:
         """Add a request that was given a row."""
         insort(self._of.setdefault(request.tenant, []), request, key=self._rank)
-        self._num_tokens[request.tenant] = self.num_tokens(request.tenant) + request.max_known
         self._levels.add(request)
         self._num_running += 1
         self._num_changes += 1
@@ -253,11 +251,10 @@ class FairRunning:
         requests = self._of[request.tenant]
         del requests[bisect_left(requests, self._rank(request), key=self._rank)]
         self._levels.remove(request)
-        self._num_tokens[request.tenant] -= request.max_known
         self._num_running -= 1
         self._num_changes += 1
         if not requests:
-            del self._of[request.tenant], self._num_tokens[request.tenant]
+            del self._of[request.tenant]
 
     def in_order(self) -> list[Request]:
         """All requests, tenant by tenant."""

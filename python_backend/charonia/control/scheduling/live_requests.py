@@ -189,9 +189,8 @@ class LiveRequests:
         Args:
             is_complete: whether it has generated all its tokens.
         """
-        if not request.is_probe and (is_complete or request.num_generated):
-            note = self._lengths.note if is_complete else self._lengths.note_cut_off
-            note(request.num_generated, request.drafts.num_accepted)
+        if not request.is_probe:
+            self._note_length(request, is_complete=is_complete)
         request.is_ended = True
         del self.by_key[request.key]
         if self._speculation is not None:
@@ -234,6 +233,14 @@ class LiveRequests:
         assert not request.num_in_flight, "a step in flight writes into its blocks"
         self._rows.give_back(request.row)
         request.row = None
+
+    def _note_length(self, request: Request, *, is_complete: bool) -> None:
+        num_tokens, num_accepted = request.num_generated, request.drafts.num_accepted
+        if is_complete:
+            self._lengths.note(num_tokens, num_accepted)
+        elif num_tokens:
+            num_most = request.max_known - request.num_prompt
+            self._lengths.note_cut_off(num_tokens, num_accepted, num_most=num_most)
 
 
 def _max_known(request: Request, limits: Limits) -> int:

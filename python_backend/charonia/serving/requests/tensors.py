@@ -13,7 +13,7 @@ import numpy as np
 from charonia.errors import CharoniaError, InvalidRequestError, NotSupportedError, shown
 from charonia.serving.conventions.interface import MODELS
 from charonia.serving.requests.raw_request import NUMPY_TYPES, Outputs, RawRequest, num_bytes_of
-from charonia.tracing.traceparent import TRACEPARENT, trace_id_of
+from charonia.tracing.traceparent import TRACEPARENT, parse_traceparent, trace_id_of
 
 _TYPES = {one.name: NUMPY_TYPES[one.datatype] for model in MODELS.values() for one in model.outputs}
 MAX_REQUEST_BYTES = 2**26
@@ -70,14 +70,16 @@ def traceparent_of(request: Any, parameters: Mapping[str, Any]) -> str | None:
     trace.
 
     Args:
-        parameters: of the request; they have the header if Triton forwards it.
+        parameters: of the request; they have the header if Triton forwards it. Models within an
+            ensemble do not get it.
     """
     text = request.trace().get_context()
     context = json.loads(text).get("traceparent") if text else None
     given = parameters.get(TRACEPARENT)
-    if isinstance(given, str) and trace_id_of(given) not in (None, trace_id_of(context)):
-        return given
-    return context
+    clients = parse_traceparent(given) if isinstance(given, str) else None
+    if clients is None or not clients.is_sampled or clients.hex_trace_id == trace_id_of(context):
+        return context
+    return clients.traceparent
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
