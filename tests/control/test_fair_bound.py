@@ -91,8 +91,10 @@ class Tenants:
             if lead > 1e-9:
                 assert self.policy.displacement is not None
                 own = [one for one in running.in_order() if one.tenant == request.tenant]
-                num_own = sum(one.max_known - len(one.token_ids) for one in own) + request.max_known
-                assert lead <= 2 * (POOL_TOKENS - num_own) / weight_of(request.tenant)
+                num_left = sum(one.max_known - len(one.token_ids) for one in own)
+                num_left += request.max_known - request.num_prompt
+                beside = 2 * POOL_TOKENS - request.num_prompt - 2 * num_left
+                assert lead <= beside / weight_of(request.tenant)
                 self.num_ahead += 1
             return admit(request, hits)
 

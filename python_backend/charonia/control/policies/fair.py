@@ -116,16 +116,18 @@ class VirtualCounters:
                 tokens[request.tenant] += len(update.token_ids)
         self._charge({one: self._output_cost * num for one, num in tokens.items()})
 
-    def margin(self, tenant: str, num_running: int, num_own: int) -> float:
-        """How far a tenant's counter may be above others when a request of it displaces others.
+    def margin(self, request: Request, num_running: int, num_left: int) -> float:
+        """How far its tenant's counter may be above others when a request displaces others.
 
         Args:
             num_running: requests of all tenants that run.
-            num_own: tokens that the tenant's running requests, and this one, may still be charged.
+            num_left: tokens that running requests of its tenant may still generate.
         """
-        num_expected = num_running * (self._lengths.mean(0) or 0.0)
-        num_tokens = max(0.0, min(num_expected, self._pool_tokens - num_own))
-        return self._output_cost * num_tokens / self._weight_of(tenant)
+        num_left += request.max_known - request.num_prompt
+        cost = self._input_cost * request.num_prompt + self._output_cost * num_left
+        beside = self._output_cost * self._pool_tokens - cost
+        expected = self._output_cost * num_running * (self._lengths.mean(0) or 0.0)
+        return max(0.0, min(expected, beside)) / self._weight_of(request.tenant)
 
     def in_order(self, tenants: Iterable[str]) -> list[str]:
         """The tenants, the smallest counter first."""
@@ -169,9 +171,9 @@ class FairDisplacement:
     keeps the row for longer. Without this rule a tenant could keep its rows by ever more urgent
     requests, whatever it was given before, and pass less served tenants that wait for room.
 
-    The margin is smaller where the bound leaves less. Once a request has a row, only its tenant's
-    running requests add to the counter, by what they may still generate at most. The margin is no
-    more than the bound leaves beside that, and 0 if it leaves nothing.
+    The margin is smaller where the bound leaves less. Once a request has a row, only its prompt and
+    what its tenant's running requests may still generate add to the counter. The margin is no more
+    than the bound leaves beside that, and 0 if it leaves nothing.
     """
 
     def __init__(
@@ -193,8 +195,8 @@ class FairDisplacement:
     def victims(self, waiting: Request, running: Iterable[Request]) -> Iterator[Request]:
         """See `policy.Displacement`."""
         tenant, counters = waiting.tenant, self._counters
-        num_own = self._running.num_left(tenant) + waiting.max_known
-        bound = counters[tenant] - counters.margin(tenant, len(self._running), num_own)
+        num_left = self._running.num_left(tenant)
+        bound = counters[tenant] - counters.margin(waiting, len(self._running), num_left)
         if bound > self._waiting.least:
             return iter(())
         return (
