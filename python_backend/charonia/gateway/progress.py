@@ -19,7 +19,7 @@ from charonia_client import EngineState
 FRESH_S = 1.0
 """As in `supervision.server.probes`."""
 STEP_TIMEOUT_S = 30.0
-"""As the scheduler's `min_step_deadline_s` by default: a long prompt's step takes seconds on a CPU."""
+"""As the scheduler's `min_step_deadline_s`: steps of long prompts on a CPU take seconds."""
 
 
 class Progress:
