@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from charonia.control import KVPool, Limits, PeakMemory, Policy, Request, Scheduler
+from charonia.control.policies.fair import VirtualCounters
 from charonia.protocol import RowResult, RowSampling, StepPlan, StepResult
 
 NUM_PRIORITIES = 3
@@ -141,7 +142,7 @@ class Bench:
     def new_urgent(self, num_prompt: int | None = None) -> Request:
         """An urgent one, of a tenant that has a row of one that is not, if there is any.
 
-        With fair shares it may take that row from its own tenant, whatever this one was given.
+        With fair shares it is the least served one of these, so that it may displace others.
 
         Args:
             num_prompt: tokens; None is as many as others have.
@@ -149,7 +150,11 @@ class Bench:
         request = self.new()
         request.priority, request.expires_at = URGENT, SOON
         if lesser := [one for one in self.running if one.priority != URGENT]:
-            request.tenant = self.drawn.choice(lesser).tenant
+            service = self.policy.service
+            if isinstance(service, VirtualCounters):
+                request.tenant = service.in_order({one.tenant for one in lesser})[0]
+            else:
+                request.tenant = self.drawn.choice(lesser).tenant
         if num_prompt is not None:
             request.token_ids, request.num_prompt = self._prompt(num_prompt), num_prompt
         return request
