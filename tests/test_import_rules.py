@@ -54,7 +54,9 @@ RULES = {
     "events": rule(),
     "log_level": rule("events"),
     # No threads and no clock: time is an argument.
-    "control": rule("protocol errors", never="threading concurrent asyncio multiprocessing time"),
+    "control": rule(
+        "protocol errors", "msgspec", never="threading concurrent asyncio multiprocessing time"
+    ),
     "text": rule("protocol errors checkpoint_files", "tokenizers jinja2"),
     # psutil tells how much memory there is for the KV cache.
     "data": rule(

@@ -256,10 +256,10 @@ def test_a_failure_of_the_scheduler_is_written_and_comes_again(tmp_path, entries
     bench.run(2)
     commit = Commit.commit
 
-    def failing(self, step, rows):
+    def failing(self, step, *args):
         if step.step_id == 5:
             raise KeyError("a defect")
-        return commit(self, step, rows)
+        return commit(self, step, *args)
 
     monkeypatch.setattr(Commit, "commit", failing)
     with pytest.raises(KeyError):

@@ -87,11 +87,11 @@ class VirtualCounters:
         self._output_cost = output_cost
         self.num_changes = 0
         self._pool_tokens = 0
-        self._counters: dict[str, float] = {}
+        self._counters: defaultdict[str, float] = defaultdict(float)
         self._lengths: OutputLengths
 
     def __getitem__(self, tenant: str) -> float:
-        return self._counters.get(tenant, 0.0)
+        return self._counters[tenant]
 
     def start(self, lengths: OutputLengths) -> None:
         """See `policy.Service`."""
@@ -105,7 +105,7 @@ class VirtualCounters:
         """Charge the prompt tokens that are not cached."""
         if not request.is_probe:
             num_tokens = request.num_prompt - request.num_cached
-            self._charge({request.tenant: self._input_cost * num_tokens})
+            self._charge({request.tenant: num_tokens}, self._input_cost)
 
     def note_outputs(self, updates: Iterable[Update]) -> None:
         """Charge generated tokens."""
@@ -114,7 +114,7 @@ class VirtualCounters:
             request = update.request
             if not request.is_probe:
                 tokens[request.tenant] += len(update.token_ids)
-        self._charge({one: self._output_cost * num for one, num in tokens.items()})
+        self._charge(tokens, self._output_cost)
 
     def margin(self, request: Request, num_running: int, num_left: int) -> float:
         """How far its tenant's counter may be above others when a request displaces others.
@@ -130,14 +130,14 @@ class VirtualCounters:
         return max(0.0, min(expected, beside)) / self._weight_of(request.tenant)
 
     def in_order(self, tenants: Iterable[str]) -> list[str]:
-        """The tenants, the smallest counter first."""
-        counters = self._counters
-        return [tenant for _, tenant in sorted((counters.get(one, 0.0), one) for one in tenants)]
+        """The tenants, the smallest counter first; among equal ones by name."""
+        return sorted(sorted(tenants), key=self._counters.__getitem__)
 
-    def _charge(self, costs: Mapping[str, float]) -> None:
+    def _charge(self, tokens: Mapping[str, int], cost: float) -> None:
+        """Charge tenants for so many tokens at the cost of one."""
         counters, weight_of = self._counters, self._weight_of
-        for tenant, cost in costs.items():
-            counters[tenant] = counters.get(tenant, 0.0) + cost / weight_of(tenant)
+        for tenant, num in tokens.items():
+            counters[tenant] += cost * num / weight_of(tenant)
         self.num_changes += 1
 
     def lift(self, tenant: str, least: float) -> None:

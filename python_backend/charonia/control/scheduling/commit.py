@@ -1,20 +1,19 @@
 """Commit: applies a step's results to its requests, some of which end with it.
 
-Owns the path of a row's result into its request: tokens, cursors, drafts, the end. Knows nothing
-about how a step is planned.
+Owns the path of a row's result into its request: tokens, cursors, drafts, its share of the step,
+the end. Knows nothing about how a step is planned.
 """
-
-from collections.abc import Sequence
 
 from charonia.control.cache.block_tables import BlockTables
 from charonia.control.drafts.speculation import Speculation
 from charonia.control.policies import Service
 from charonia.control.scheduling.live_requests import LiveRequests
 from charonia.control.scheduling.suspects import Suspects
+from charonia.control.state.limits import Limits
 from charonia.control.state.request import Request, Update
 from charonia.control.state.stats import SchedulerStats
 from charonia.control.state.step import NO_DRAFT, Draft, Step
-from charonia.protocol import RowResult
+from charonia.protocol import RowResult, StepResult
 
 
 class Commit:
@@ -28,6 +27,7 @@ class Commit:
 
     def __init__(
         self,
+        limits: Limits,
         blocks: BlockTables,
         live: LiveRequests,
         suspects: Suspects,
@@ -35,6 +35,7 @@ class Commit:
         speculation: Speculation | None,
         stats: SchedulerStats,
     ) -> None:
+        self._flops_per_token = limits.flops_per_token
         self._blocks = blocks
         self._live = live
         self._suspects = suspects
@@ -42,18 +43,32 @@ class Commit:
         self._speculation = speculation
         self._stats = stats
 
-    def commit(self, step: Step, results: Sequence[RowResult]) -> list[Update]:
+    def commit(
+        self, step: Step, result: StepResult, began_at: float, ended_at: float
+    ) -> list[Update]:
         """Commit the results of a step's rows, and end the requests that are complete.
+
+        Each request gets its share of the step, by its computed tokens; its observer is told.
+
+        Args:
+            began_at, ended_at: seconds.
 
         Returns:
             One update per request that committed tokens or prompt log-probabilities.
         """
         updates, drafts = [], step.drafts
-        rows = zip(step.requests, step.rows, results, strict=True)
+        flops_per_token = self._flops_per_token
+        seconds_per_token = result.seconds / max(1, step.num_tokens + step.num_drafts)
+        rows = zip(step.requests, step.rows, result.rows, strict=True)
         for place, (request, planned, row_result) in enumerate(rows):
             assert row_result.row == planned.row, "wrong row"
             draft = drafts.get(place, NO_DRAFT) if drafts else NO_DRAFT
             num_tokens = planned.num_tokens
+            num_computed = num_tokens + draft.num_drafts
+            request.engine_seconds += num_computed * seconds_per_token
+            request.engine_flops += num_computed * flops_per_token
+            if (observer := request.group.observer) is not None:
+                observer.on_step(request, num_tokens, draft.num_drafts, began_at, ended_at)
             request.num_in_flight -= 1
             request.num_computing -= num_tokens
             if row_result.token_ids:

@@ -124,7 +124,7 @@ class Epoch:
             sharing,
             stats,
         )
-        self._commit = Commit(blocks, live, suspects, policy.service, speculation, stats)
+        self._commit = Commit(limits, blocks, live, suspects, policy.service, speculation, stats)
         self.transfers = Transfers(limits, blocks, fitting, tiers, fetching)
         live.start_epoch(limits, blocks, self._rows, self._lookups)
         budget.start_epoch(limits)
@@ -238,37 +238,25 @@ class Epoch:
         step = self._in_flight.popleft()
         assert (result.epoch, result.step_id) == (self.number, step.step_id), "wrong result"
         self.transfers.apply(step, result)
+        # The engine computes one step after another.
+        began_at = max(step.planned_at, self._applied_at)
         if step.rows:
-            self._learn_from(step, result, now)
+            self._learn_from(step, result, now - began_at)
         self._applied_at = now
-        return self._commit.commit(step, result.rows)
+        return self._commit.commit(step, result, began_at, now)
 
-    def _learn_from(self, step: Step, result: StepResult, now: float) -> None:
+    def _learn_from(self, step: Step, result: StepResult, seconds: float) -> None:
         """Learn from the time of a step with rows."""
         # With several stages the time between two steps includes waiting for other stages, whatever
         # the step computes. The time that the engine reports does not.
-        is_alone = self.limits.num_stages == 1
-        seconds = now - max(step.planned_at, self._applied_at) if is_alone else result.seconds
+        if self.limits.num_stages > 1:
+            seconds = result.seconds
         if self._speculation is not None:
             self._speculation.observe_step(step, seconds, result, self._stats.drafts)
         self._budget.observe(step, result, seconds, len(self._policy.running))
         num_tokens = step.num_tokens + step.num_drafts
-        self._share_out(step, result.seconds / num_tokens, now)
         self._prompt_time.note_step(
             num_tokens, step.num_prompt_tokens, step.num_pairs, result.seconds
         )
         if self._policy.deadlines is not None:
             self._policy.deadlines.note_step(result.seconds)
-
-    def _share_out(self, step: Step, seconds_per_token: float, now: float) -> None:
-        """Give each request its share of a step, by its computed tokens, and tell its observer."""
-        flops_per_token = self.limits.flops_per_token
-        began_at = max(step.planned_at, self._applied_at)
-        drafts = step.drafts
-        for place, (request, row) in enumerate(zip(step.requests, step.rows, strict=True)):
-            num_drafts = drafts[place].num_drafts if place in drafts else 0
-            num_computed = row.num_tokens + num_drafts
-            request.engine_seconds += num_computed * seconds_per_token
-            request.engine_flops += num_computed * flops_per_token
-            if (observer := request.group.observer) is not None:
-                observer.on_step(request, row.num_tokens, num_drafts, began_at, now)

@@ -77,7 +77,7 @@ class RowPlanner:
                 return True
             num_tokens = min(num_tokens, step.prompt_budget)
         end = request.num_computed + request.num_computing + num_tokens
-        num_new = self._blocks.num_missing(request, end)
+        num_new = self._blocks.num_missing(request, end) if end > request.num_slots else 0
         while num_new and num_new > self._kv.num_free:
             victim = order[-1]
             # Blocks of a request in flight become free only when its step is applied.

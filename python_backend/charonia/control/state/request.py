@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Protocol
 
+import msgspec
+
 from charonia.control.state.stats import DraftCounts
 from charonia.protocol import CacheRange, FinishReason, RowSampling, TokenLogprobs
 
@@ -172,13 +174,13 @@ class Request:
         Returns:
             What was appended, and why the request has ended, if it has.
         """
-        known = self.token_ids
+        known, expected = self.token_ids, self.expected_ids
         max_known, stop_ids = self.max_known, self.stop_ids
         num_before = len(known)
         for token_id in run:
             known.append(token_id)
-            if self.expected_ids and self.expected_ids.popleft() != token_id:
-                self.expected_ids.clear()
+            if expected and expected.popleft() != token_id:
+                expected.clear()
             if token_id in stop_ids and self.num_generated >= self.min_tokens:
                 return run[: len(known) - num_before], "stop"
             if len(known) >= max_known:
@@ -186,9 +188,8 @@ class Request:
         return run, None
 
 
-@dataclass(slots=True)
-class Update:
-    """What a step did to one request.
+class Update(msgspec.Struct, frozen=True, gc=False):
+    """What a step did to one request. Nothing that it holds may refer to it (`gc`).
 
     Attributes:
         prompt_offset: the first position that the step computed; `prompt_logprobs` belong to the
