@@ -278,7 +278,7 @@ def test_a_sample_that_comes_first_waits_for_the_scored_prompt(tokenizer: Tokeni
     """The scheduler scores the prompt in sample 0, whose first token may be no whole character."""
     ids = tokenizer.encode("ab")
     request = CompletionRequest(prompt="ab", echo=True, logprobs=0, n=2)
-    form = TextForm(Spelling(tokenizer), request, [Prompt(ids, "ab")], "id", "small")
+    form = TextForm(Spelling(tokenizer), request, [Prompt(ids, "ab")], ["ab"], "id", "small")
 
     def chunk(index: int, scored: bool) -> Chunk:
         position = (TokenLogprob(token_id=ids[-1], logprob=-1.0, rank=1, text="b"),)

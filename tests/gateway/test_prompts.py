@@ -67,7 +67,7 @@ HANDLERS: dict[str, Handler] = {
 
 @pytest.fixture
 def threads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, threading.Thread]]:
-    """What was rendered or tokenized so far, and where."""
+    """What was rendered, tokenized or decoded so far, and where."""
     found: list[tuple[str, threading.Thread]] = []
 
     def note(owner: type, name: str) -> None:
@@ -81,6 +81,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, threading.Thread
 
     note(ChatTemplate, "render")
     note(Tokenizer, "encode")
+    note(Tokenizer, "decode")
     return found
 
 
@@ -152,6 +153,17 @@ def test_a_small_request_needs_no_thread(
 ) -> None:
     handle(chatting, handler, body)
     assert {thread for _, thread in threads} == {threading.main_thread()}
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "thread"), [(3, "MainThread"), (SHORT_BYTES, "charonia-tokenizing")]
+)
+def test_token_ids_that_are_echoed_are_decoded_in_a_thread_if_they_are_many(
+    chatting: Path, threads: list[tuple[str, threading.Thread]], num_tokens: int, thread: str
+) -> None:
+    handle(chatting, "completions", {"prompt": [5] * num_tokens, "echo": True})
+    ((name, found),) = threads
+    assert (name, found.name.partition("_")[0]) == ("decode", thread)
 
 
 def test_a_rendering_that_grows_is_tokenized_in_a_thread(

@@ -1,10 +1,8 @@
-"""A request's priority reaches the scheduler, and what it did with drafts is told.
-
-One server shows both: it runs one request at a time, by priority, and drafts.
-"""
+"""A request's priority reaches the scheduler, and what it did with drafts is told."""
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +28,9 @@ PREEMPTED = "charonia_preemptions_total"
 RUNNING, WAITING = "charonia_requests_running", "charonia_requests_waiting"
 
 
-@pytest.fixture(scope="module")
-def server(model: Path) -> Iterator[TritonServer]:
-    """One row, given by priority; the engine drafts from what has been said."""
+@contextmanager
+def one_at_a_time(model: Path, chatting: Path) -> Iterator[tuple[TritonServer, Gateway]]:
+    """A server with one row, given by priority, whose engine drafts from what has been said."""
     settings = (
         ONE_THREAD,
         ENDLESS_BLOCKS,
@@ -40,43 +38,32 @@ def server(model: Path) -> Iterator[TritonServer]:
         "scheduling_policy=priority",
         f"speculative_config={json.dumps(DRAFTS)}",
     )
-    with one_torch_thread(), running_server(model=model, settings=settings) as server:
-        yield server
+    names = ("--served-model-name", "small")
+    with (
+        one_torch_thread(),
+        running_server(model=model, settings=settings) as server,
+        running_gateway([server.grpc_url], chatting, *names) as gateway,
+    ):
+        yield server, gateway
 
 
 @pytest.fixture(scope="module")
-def gateway(server: TritonServer, chatting: Path) -> Iterator[Gateway]:
-    names = ("--served-model-name", "small")
-    with running_gateway([server.grpc_url], chatting, *names) as gateway:
-        yield gateway
+def pair(model: Path, chatting: Path) -> Iterator[tuple[TritonServer, Gateway]]:
+    with one_at_a_time(model, chatting) as found:
+        yield found
+
+
+@pytest.fixture
+def new_pair(model: Path, chatting: Path) -> Iterator[tuple[TritonServer, Gateway]]:
+    """No request has been drafted for yet."""
+    with one_at_a_time(model, chatting) as found:
+        yield found
 
 
 def figures(gateway: Gateway) -> dict[str, Any]:
     """The answer of /v1/metrics."""
     found: dict[str, Any] = gateway.http.get("/v1/metrics").json()
     return found
-
-
-def test_the_acceptance_rate_is_the_schedulers(server: TritonServer, gateway: Gateway) -> None:
-    def complete(prompt: list[int], **more: Any) -> None:
-        body = {"prompt": prompt, "ignore_eos": True, "max_tokens": 48, **more}
-        assert gateway.http.post("/v1/completions", json=body).status_code == 200
-
-    complete([5, 6, 7, 8], max_tokens=1)
-    before = figures(gateway)
-    assert before["servers"][0]["load"]["draft_tokens"] == 0
-    assert before["acceptance_rate"] is None
-    # One token again and again is what is drafted; of two that are drawn it is often the other.
-    complete([5, 6, 7, 8], temperature=0, logit_bias={"9": 100})
-    complete([5, 6, 7, 8], temperature=1, seed=3, logit_bias={"9": 100, "10": 100})
-    page = wait_idle(server)
-    after = wait_for(  # an answer may be some tenths of a second old
-        lambda: figures(gateway),
-        lambda found: found["servers"][0]["load"]["draft_tokens"] == page[DRAFTED],
-    )
-    assert 0 < page[ACCEPTED] < page[DRAFTED]
-    assert after["acceptance_rate"] == pytest.approx(page[ACCEPTED] / page[DRAFTED])
-    assert after["servers"][0]["load"]["accepted_tokens"] == page[ACCEPTED]
 
 
 def complete(openai: OpenAI, **more: Any) -> int:
@@ -100,9 +87,10 @@ def chat(openai: OpenAI, **more: Any) -> int:
 
 @pytest.mark.parametrize("ask", [complete, chat])
 def test_an_urgent_request_displaces_others_and_an_equal_one_waits(
-    server: TritonServer, gateway: Gateway, ask: Callable[..., int]
+    pair: tuple[TritonServer, Gateway], ask: Callable[..., int]
 ) -> None:
     """Neither of the others would end by itself."""
+    server, gateway = pair
     before = wait_idle(server)
     with asking(gateway, prompt="x", priority=1), asking(gateway, prompt="z", priority=1):
         wait_metric(server, WAITING, 1)
@@ -115,3 +103,27 @@ def test_an_urgent_request_displaces_others_and_an_equal_one_waits(
         assert (after[RUNNING], after[WAITING]) == (1, 1), "the others have not ended"
         assert after[PREEMPTED] == before[PREEMPTED] + 1
     wait_idle(server)
+
+
+def test_the_acceptance_rate_is_the_schedulers(new_pair: tuple[TritonServer, Gateway]) -> None:
+    server, gateway = new_pair
+
+    def complete(prompt: list[int], **more: Any) -> None:
+        body = {"prompt": prompt, "ignore_eos": True, "max_tokens": 48, **more}
+        assert gateway.http.post("/v1/completions", json=body).status_code == 200
+
+    complete([5, 6, 7, 8], max_tokens=1)
+    before = figures(gateway)
+    assert before["servers"][0]["load"]["draft_tokens"] == 0
+    assert before["acceptance_rate"] is None
+    # One token again and again is what is drafted; of two that are drawn it is often the other.
+    complete([5, 6, 7, 8], temperature=0, logit_bias={"9": 100})
+    complete([5, 6, 7, 8], temperature=1, seed=3, logit_bias={"9": 100, "10": 100})
+    page = wait_idle(server)
+    after = wait_for(  # an answer may be some tenths of a second old
+        lambda: figures(gateway),
+        lambda found: found["servers"][0]["load"]["draft_tokens"] == page[DRAFTED],
+    )
+    assert 0 < page[ACCEPTED] < page[DRAFTED]
+    assert after["acceptance_rate"] == pytest.approx(page[ACCEPTED] / page[DRAFTED])
+    assert after["servers"][0]["load"]["accepted_tokens"] == page[ACCEPTED]

@@ -30,6 +30,7 @@ async def complete(serving: Serving, record: Record, body: bytes, reply: Reply) 
     model = serving.check_model(request.model)
     serving.check_size("prompt", len(request.prompt))
     prompts = await _prompts(serving, request, len(body))
+    echoes = await _echoes(serving, request, prompts, len(body))
     generation = serving.generation(
         record.request_id,
         prompts,
@@ -37,7 +38,8 @@ async def complete(serving: Serving, record: Record, body: bytes, reply: Reply) 
         record.key_tenant,
         hides=request.wants_prompt_alone,
     )
-    form = TextForm(Spelling(serving.prompts.tokenizer), request, prompts, record.request_id, model)
+    spelling = Spelling(serving.prompts.tokenizer)
+    form = TextForm(spelling, request, prompts, echoes, record.request_id, model)
     await answer(serving, request, generation, form, record, reply)
 
 
@@ -55,26 +57,49 @@ async def _prompts(serving: Serving, request: CompletionRequest, body_bytes: int
     return await all_of([prompt_of(one) for one in request.prompt])
 
 
+async def _echoes(
+    serving: Serving, request: CompletionRequest, prompts: Sequence[Prompt], body_bytes: int
+) -> list[str]:
+    """The texts that come before the answers to each prompt."""
+    tokenizer, skips_special = serving.prompts.tokenizer, request.skips_special_tokens
+
+    async def echo_of(prompt: Prompt) -> str:
+        if not request.echo:
+            return ""
+        if prompt.text is not None:
+            return prompt.text
+        return await serving.prompts.run(
+            body_bytes, lambda: tokenizer.decode(prompt.ids, skips_special)
+        )
+
+    return await all_of([echo_of(prompt) for prompt in prompts])
+
+
 class TextForm:
-    """Writes completions. Choice i of prompt p has the index p·n + i."""
+    """Writes completions. Choice i of prompt p has the index p·n + i.
+
+    Args:
+        echoes: the text before the answers to each prompt.
+    """
 
     def __init__(
         self,
         spelling: Spelling,
         request: CompletionRequest,
         prompts: Sequence[Prompt],
+        echoes: Sequence[str],
         request_id: str,
         model: str,
     ) -> None:
         self._spelling = spelling
         self._request = request
         self._prompts = prompts
+        self._echoes = echoes
         self._has_several = len(prompts) > 1
         self._id = f"cmpl-{request_id}"
         self._model = model
         self._created = int(time.time())
         self._num_choices = request.n or 1
-        self._skips_special = request.skip_special_tokens is not False
         self._offsets: dict[int, Offsets] = {}
         self._prompt_logprobs: dict[int, Sequence[PositionLogprobs | None] | None] = {}
         self._waiting: dict[int, list[Chunk]] = {}
@@ -150,14 +175,16 @@ class TextForm:
     ) -> TextChoice:
         index = prompt_index * self._num_choices + sample
         is_first = index not in self._offsets
-        offsets = self._offsets.setdefault(index, self._spelling.offsets(self._skips_special))
+        offsets = self._offsets.setdefault(
+            index, self._spelling.offsets(self._request.skips_special_tokens)
+        )
         if self._request.wants_prompt_alone:
             text, token_ids, positions = "", (), () if positions is not None else None
         all_positions: list[PositionLogprobs | None] = list(positions or ())
         all_ids = list(token_ids)
         begins: list[int] = []
         if is_first and self._request.echo:
-            echo = self._echo(prompt_index)
+            echo = self._echoes[prompt_index]
             text = echo + text
             all_ids[:0] = self._prompts[prompt_index].ids
             all_positions[:0] = self._prompt_logprobs.get(prompt_index) or ()
@@ -168,12 +195,6 @@ class TextForm:
             num_top = self._request.logprobs
             logprobs = self._spelling.text_logprobs(all_ids, all_positions, num_top, begins)
         return TextChoice(index, text, logprobs, finish_reason)
-
-    def _echo(self, prompt_index: int) -> str:
-        prompt = self._prompts[prompt_index]
-        if prompt.text is not None:
-            return prompt.text
-        return self._spelling.decode(prompt.ids, self._skips_special)
 
     def _in_vllms_form(
         self, completion: Completion

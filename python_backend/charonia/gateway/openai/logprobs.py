@@ -64,10 +64,6 @@ class Spelling:
         except UnicodeDecodeError:
             return prefix + "".join(f"\\x{byte:02x}" for byte in data)
 
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """The text of token ids."""
-        return self._tokenizer.decode(token_ids, skip_special_tokens)
-
     def chat(self, positions: Sequence[PositionLogprobs], num_top: int) -> ChatLogprobs:
         """Return the log-probabilities of a message, each with its `num_top` most likely tokens."""
         return ChatLogprobs([self._of_message(position, num_top) for position in positions])

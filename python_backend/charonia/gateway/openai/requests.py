@@ -152,6 +152,11 @@ class CompletionRequest(TextRequest):
         return bool(self.echo) and self.max_tokens == 0
 
     @property
+    def skips_special_tokens(self) -> bool:
+        """Whether texts leave special tokens out."""
+        return self.skip_special_tokens is not False
+
+    @property
     def echoes_logprobs(self) -> bool:
         """Whether the answer begins with the prompt's log-probabilities."""
         return bool(self.echo) and self.logprobs is not None
