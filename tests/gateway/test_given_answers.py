@@ -120,7 +120,7 @@ def test_a_similar_prompts_answer_says_how_similar_it_is(model: Path) -> None:
     chunk = Chunk(text="a", finish_reason="stop", timing=SEMANTIC, is_final=True)
     forms: list[Any] = [
         ChatForm(spelling, ChatRequest(messages=[]), "r", "m"),
-        TextForm(spelling, CompletionRequest(prompt="x"), [Prompt([1], "x")], "r", "m"),
+        TextForm(spelling, CompletionRequest(prompt="x"), [Prompt([1], "x")], [""], "r", "m"),
     ]
     for form in forms:
         for answer in (form.whole([completion], Usage(1)), form.pieces(0, chunk)[-1]):
