@@ -13,6 +13,7 @@ the most of all repetitions counts.
 
 import argparse
 import asyncio
+import contextlib
 import json
 import random
 import statistics
@@ -64,6 +65,7 @@ class Case:
         total_s: until its answer of one token has ended.
         steps_s: of these, in steps of the engine.
         peaks: MiB that each process had at most, more than before.
+        computed_s: processor time of each process.
     """
 
     way: str
@@ -72,6 +74,7 @@ class Case:
     total_s: float
     steps_s: float
     peaks: dict[str, float]
+    computed_s: dict[str, float]
 
     @property
     def beside_us(self) -> float:
@@ -89,16 +92,24 @@ class Sent:
     sent_at: float
     received_at: float
     peaks: dict[str, float]
+    computed_s: dict[str, float]
 
     def case(self, steps: Sequence[StepRecord]) -> Case:
         """With what its steps took."""
         own = [one.seconds for one in steps if self.sent_at < one.submitted_at < self.received_at]
-        total = self.received_at - self.sent_at
-        return Case(self.way, self.length, self.num_tokens, total, sum(own), self.peaks)
+        return Case(
+            self.way,
+            self.length,
+            self.num_tokens,
+            self.received_at - self.sent_at,
+            sum(own),
+            self.peaks,
+            self.computed_s,
+        )
 
 
-class Peaks:
-    """How much memory a server's processes have at most from now on."""
+class Footprint:
+    """How much memory a server's processes have at most from now on, and how long they compute."""
 
     def __init__(self, server: TritonServer) -> None:
         processes = (
@@ -110,6 +121,12 @@ class Peaks:
         for pid in self._pids():
             Path(f"/proc/{pid}/clear_refs").write_text("5", encoding="ascii")
         self._before = self._most()
+        self._computed_before = self._computed()
+
+    def computed(self) -> dict[str, float]:
+        """Seconds of processor time of each role since then."""
+        before = self._computed_before
+        return {role: seconds - before[role] for role, seconds in self._computed().items()}
 
     def grown(self) -> dict[str, float]:
         """MiB of each role since then."""
@@ -123,6 +140,21 @@ class Peaks:
             role: sum(_peak_kib(one.pid) for one in each) / 1024
             for role, each in self._processes.items()
         }
+
+    def _computed(self) -> dict[str, float]:
+        return {
+            role: sum(_computed_ns(one.pid) for one in each) / 1e9
+            for role, each in self._processes.items()
+        }
+
+
+def _computed_ns(pid: int) -> int:
+    """Of all threads that a process has now."""
+    found = 0
+    for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError):  # the thread has just ended
+            found += int(path.read_text(encoding="ascii").split()[0])
+    return found
 
 
 def _peak_kib(pid: int) -> int:
@@ -159,13 +191,15 @@ class Prompts:
         async def requests():
             yield {"model_name": "scheduler", "inputs": inputs, "outputs": outputs}
 
-        peaks = Peaks(server)
+        footprint = Footprint(server)
         sent_at = time.monotonic()
         async for result, error in self._client.stream_infer(requests()):
             if error is not None:
                 raise error
             counted = int(result.as_numpy("num_input_tokens")[0])
-        return Sent(way, length, counted, sent_at, time.monotonic(), peaks.grown())
+        received_at = time.monotonic()
+        computed = footprint.computed()
+        return Sent(way, length, counted, sent_at, received_at, footprint.grown(), computed)
 
     def _text(self, ids: list[int]) -> str:
         """Some text of as many tokens: that of these ids, twice, may have more, and is cut."""

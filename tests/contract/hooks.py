@@ -52,7 +52,7 @@ RULES = (
     "This model's maximum context length is",
     "the prompt must have at least one token, but has none",  # of a text
     # A whole number with a fraction or an exponent is an integer in JSON schema.
-    r"\w+: input should be a valid integer; it is -?\d+(\.\d+)?(e\+\d+)?$",
+    r"\w+: input should be a valid integer(, or .*)?; it is -?\d+(\.\d+)?(e\+\d+)?$",
     r"\w+: value error, must be .*list of token ids.*; it is \[.*\d(\.0|e\+\d+)\b",
 )
 """Why a request may be refused that the document permits: of two fields, or of the model."""
