@@ -59,6 +59,7 @@ class Commit:
         updates, drafts = [], step.drafts
         flops_per_token = self._flops_per_token
         seconds_per_token = result.seconds / max(1, step.num_tokens + step.num_drafts)
+        suspect = self._suspects.first
         rows = zip(step.requests, step.rows, result.rows, strict=True)
         for place, (request, planned, row_result) in enumerate(rows):
             assert row_result.row == planned.row, "wrong row"
@@ -74,6 +75,8 @@ class Commit:
             if row_result.token_ids:
                 request.num_sampling -= 1
             if not request.is_ended:
+                if request is suspect and row_result.token_ids:
+                    self._suspects.acquit(request)
                 update = self._commit_row(request, num_tokens, draft, row_result)
                 if update is not None:
                     updates.append(update)
@@ -101,8 +104,6 @@ class Commit:
         self._blocks.commit(request, num_tokens, draft, num_accepted)
         if request is request.group.leader and request.num_computed >= request.num_prompt - 1:
             self._live.release_parked(request)
-        if token_ids and self._suspects.first is not None:
-            self._suspects.acquit(request)
         if reason is not None:
             self._live.end(request, is_complete=True)
         elif not token_ids and row_result.prompt_logprobs is None:

@@ -69,14 +69,15 @@ class RowPlanner:
         Returns:
             Whether the requests behind it may be planned, too.
         """
-        num_left = num_tokens = request.num_to_compute
+        begin = request.num_computed + request.num_computing
+        num_left = num_tokens = len(request.token_ids) + request.num_sampling - begin
         if num_tokens > step.budget:
             num_tokens = step.budget
         if num_tokens > 1:
             if step.prompt_budget <= 0:
                 return True
             num_tokens = min(num_tokens, step.prompt_budget)
-        end = request.num_computed + request.num_computing + num_tokens
+        end = begin + num_tokens
         num_new = self._blocks.num_missing(request, end) if end > request.num_slots else 0
         while num_new and num_new > self._kv.num_free:
             victim = order[-1]
@@ -102,7 +103,7 @@ class RowPlanner:
             step.prompt_budget -= num_tokens
             step.num_prompts += 1
             step.num_prompt_tokens += num_tokens
-            step.num_pairs += num_pairs(num_tokens, end - num_tokens)
+            step.num_pairs += num_pairs(num_tokens, begin)
             if num_tokens < num_left:
                 step.num_before_rest = end
         step.requests.append(request)
