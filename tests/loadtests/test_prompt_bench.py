@@ -20,7 +20,7 @@ with nothing but a quadratic part.
 NOISE_S = 0.005
 """A difference between two prompts that may be chance."""
 BESIDE = ("tritonserver", "scheduler")
-"""Processes that do what is beside the steps."""
+"""Processes that do what is beside the steps; the engine does little else than these."""
 
 
 def cost_of_length(cases: Sequence[Case], way: str) -> float:

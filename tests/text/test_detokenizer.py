@@ -56,6 +56,19 @@ def test_any_ids_in_any_portions_give_the_text_of_all_ids_at_once(
     assert text == tokenizer.decode(ids, skip_special_tokens=skip)
 
 
+def test_nothing_is_kept_of_ids_without_a_token(tokenizer: Tokenizer) -> None:
+    """A client may send any, which the scheduler would refuse."""
+
+    def num_kept() -> int:
+        return sum(len(table) for table in tokenizer.decoding._tables.values())
+
+    before = num_kept()
+    assert tokenizer.decode(range(10**6, 10**6 + 1000)) == ""
+    assert num_kept() == before
+    tokenizer.decode([BYTES])
+    assert num_kept() > 0
+
+
 def test_every_kind_of_invalid_utf8_is_replaced_as_the_library_does(
     byte_level_backend: tokenizers.Tokenizer, byte_level_ids: dict[int, int]
 ) -> None:

@@ -151,15 +151,24 @@ class _Vocabulary:
         token = self._id_to_token(token_id)
         return None if skip_special_tokens and token in self._special else token
 
+    def __contains__(self, token_id: int) -> bool:
+        return self._id_to_token(token_id) is not None
+
 
 class _Table(dict[int, T]):
-    """Values by token id, computed on first use."""
+    """Values by token id, computed on first use.
 
-    def __init__(self, compute: Callable[[int], T]) -> None:
+    Those of ids without a token are not kept: clients may ask for any number of them.
+    """
+
+    def __init__(self, vocabulary: _Vocabulary, compute: Callable[[int], T]) -> None:
+        self._vocabulary = vocabulary
         self._compute = compute
 
     def __missing__(self, token_id: int) -> T:
-        value = self[token_id] = self._compute(token_id)
+        value = self._compute(token_id)
+        if token_id in self._vocabulary:
+            self[token_id] = value
         return value
 
 
@@ -183,7 +192,8 @@ class _ByteLevelDecoding:
                 return token.encode()
 
         self._tables = {
-            skip: _Table(partial(bytes_of, skip_special_tokens=skip)) for skip in (False, True)
+            skip: _Table(vocabulary, partial(bytes_of, skip_special_tokens=skip))
+            for skip in (False, True)
         }
 
     def stream(self, skip_special_tokens: bool) -> TextStream:
@@ -227,7 +237,9 @@ class _PieceDecoding:
             return int(byte[1], 16) if byte else text
 
         self._tables = {
-            (skip, is_first): _Table(partial(piece_of, skip_special_tokens=skip, is_first=is_first))
+            (skip, is_first): _Table(
+                vocabulary, partial(piece_of, skip_special_tokens=skip, is_first=is_first)
+            )
             for skip in (False, True)
             for is_first in (False, True)
         }

@@ -91,7 +91,7 @@ class VirtualCounters:
         self._lengths: OutputLengths
 
     def __getitem__(self, tenant: str) -> float:
-        return self._counters[tenant]
+        return self._counters.get(tenant, 0.0)
 
     def start(self, lengths: OutputLengths) -> None:
         """See `policy.Service`."""

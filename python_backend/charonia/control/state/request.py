@@ -35,7 +35,9 @@ class StepObserver(Protocol):
         began_at: float,
         ended_at: float,
     ) -> None:
-        """A step has computed tokens of a request and verified drafts; it is not committed yet.
+        """A step has computed tokens of a request and verified drafts.
+
+        The request's result is not committed yet; those of others in the step may be.
 
         Args:
             began_at, ended_at: in seconds, by the clock of `plan` and `apply`.

@@ -188,7 +188,8 @@ class TextForm:
             text = echo + text
             all_ids[:0] = self._prompts[prompt_index].ids
             all_positions[:0] = self._prompt_logprobs.get(prompt_index) or ()
-            begins = offsets.echo(self._prompts[prompt_index].ids, echo)
+            if self._request.logprobs is not None:
+                begins = offsets.echo(self._prompts[prompt_index].ids, echo)
         logprobs: TextLogprobs | None = None
         if self._request.logprobs is not None:
             begins += (offsets.next(token_id) for token_id in token_ids)
