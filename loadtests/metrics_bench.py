@@ -1,27 +1,66 @@
-"""Measure what metrics cost a step on the scheduling thread: `make bench-metrics`.
+"""Measure what metrics cost: `make bench-metrics`.
 
     python loadtests/metrics_bench.py
 
-What a step of so many decoding rows counts, observes and shows is done again and again on the
-metrics and the scheduler of the demo model, between its requests, and is compared with its whole
-steps. The demo model is the smallest that there is: others have longer steps, and lose less. Of
-both the best of several repetitions counts, as other work on the machine only adds to them.
+On the scheduling thread: what a step of so many decoding rows counts, observes and shows is done
+again and again on the metrics and the scheduler of the demo model, between its requests, and is
+compared with its whole steps. The demo model is the smallest that there is: others have longer
+steps, and lose less. Of both the best of several repetitions counts, as other work on the machine
+only adds to them.
 
-Not in it: the thread that hands the numbers to Triton twice a second, and scrapes.
+Beside it: the thread that hands the numbers to Triton twice a second. Its processor time is read
+from the kernel, in a server that does nothing and in one that decodes so many requests at once.
+The thread waits for tritonserver's answer to each number. What answering costs is not told apart
+from the rest of that process. So all that an idle tritonserver computes is shown, too: answering
+is a part of it. The sum of all three is what metrics cost at most, were all of it in the way of the
+steps.
+
+Not in it: scrapes, see `make bench-observing`.
 """
 
+import random
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
 
 from charonia import LLM, SamplingParams
 from charonia.config import DEMO_CHECKPOINT
 from charonia.core.engine_core import EngineCore
+from charonia.metrics.triton_page import THREAD
 from command_line import add_output, make_parser, positive
+from observed_side import ObservedSide
 from record import circumstances, output_stem, write_record
 from report import markdown_table
+from turns import draw_waves, engine_settings
 
 GOAL = 0.01
 NUM_TOKENS = 128
+LEAST_S = 20.0
+"""Of either part beside the scheduling thread."""
+
+
+@dataclass(frozen=True)
+class OfSteps:
+    """Of one step, on the scheduling thread."""
+
+    metrics_us: float
+    step_us: float
+
+    @property
+    def share(self) -> float:
+        """Of the step."""
+        return self.metrics_us / self.step_us
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Processor time per second: of the thread that updates Triton's page, and of tritonserver."""
+
+    thread: float
+    tritonserver: float
 
 
 def what_a_step_does(core: EngineCore, rows: int) -> Callable[[], None]:
@@ -53,6 +92,64 @@ def seconds_of(run: Callable[[], None], count: int) -> float:
     return (time.perf_counter() - began) / count
 
 
+def measure_steps(rows: int, repetitions: int) -> OfSteps:
+    """Steps of so many rows, and their metrics."""
+    sampling = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+    of_metrics, of_steps = [], []
+    with LLM(str(DEMO_CHECKPOINT), max_num_seqs=rows) as llm:
+        run = what_a_step_does(llm._core, rows)
+        histogram = llm.metrics.histograms["charonia_step_seconds"]
+        for number in range(repetitions):
+            before, began = histogram.count, time.perf_counter()
+            llm.generate([[4 + number, 4 + row] for row in range(rows)], sampling, use_tqdm=False)
+            of_steps.append((time.perf_counter() - began) / (histogram.count - before))
+            of_metrics.append(seconds_of(run, 1000))
+    return OfSteps(1e6 * min(of_metrics), 1e6 * min(of_steps))
+
+
+class ProcessorTime:
+    """What the updating thread and its tritonserver compute from now on."""
+
+    def __init__(self, server: psutil.Process) -> None:
+        self._server = server
+        pids = [one.pid for one in server.children(recursive=True)]
+        names = [name for pid in pids for name in Path(f"/proc/{pid}/task").glob("*/comm")]
+        [self._thread] = [name.parent for name in names if name.read_text().strip() == THREAD]
+        self._began, self._before = time.perf_counter(), self._seconds()
+
+    def per_second(self) -> Beside:
+        """Since then."""
+        passed = time.perf_counter() - self._began
+        now = self._seconds()
+        thread, tritonserver = (
+            (after - before) / passed for after, before in zip(now, self._before, strict=True)
+        )
+        return Beside(thread, tritonserver)
+
+    def _seconds(self) -> tuple[float, float]:
+        computed_ns = int((self._thread / "schedstat").read_text().split()[0])
+        times = self._server.cpu_times()
+        return 1e-9 * computed_ns, times.user + times.system
+
+
+def measure_beside(rows: int) -> tuple[Beside, Beside]:
+    """A server that does nothing, and then one with so many requests at once."""
+    settings = engine_settings("demo")
+    side = ObservedSide(DEMO_CHECKPOINT, settings, is_traced=False, is_read=False)
+    try:
+        new_waves = lambda: draw_waves("demo", random.Random(0), rows, 1)  # noqa: E731
+        side.run(new_waves())
+        idle = ProcessorTime(side.server)
+        time.sleep(LEAST_S)
+        at_rest, busy = idle.per_second(), ProcessorTime(side.server)
+        ends_at = time.monotonic() + LEAST_S
+        while time.monotonic() < ends_at:
+            side.run(new_waves())
+        return at_rest, busy.per_second()
+    finally:
+        side.close()
+
+
 def main() -> None:
     """Measure as the command line says."""
     parser = make_parser(__doc__)
@@ -62,26 +159,28 @@ def main() -> None:
     options = parser.parse_args()
     stem = output_stem(options.output, "metrics")
     about = circumstances("metrics_bench.py")
-    rows, sampling = options.rows, SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
-    of_metrics, of_steps = [], []
-    with LLM(str(DEMO_CHECKPOINT), max_num_seqs=rows) as llm:
-        run = what_a_step_does(llm._core, rows)
-        histogram = llm.metrics.histograms["charonia_step_seconds"]
-        for number in range(options.repetitions):
-            before, began = histogram.count, time.perf_counter()
-            llm.generate([[4 + number, 4 + row] for row in range(rows)], sampling, use_tqdm=False)
-            of_steps.append((time.perf_counter() - began) / (histogram.count - before))
-            of_metrics.append(seconds_of(run, 1000))
-    metrics_us, step_us = 1e6 * min(of_metrics), 1e6 * min(of_steps)
-    share = metrics_us / step_us
+    steps = measure_steps(options.rows, options.repetitions)
+    at_rest, busy = measure_beside(options.rows)
+    together = steps.share + busy.thread + at_rest.tritonserver
     lines = [
-        ["metrics of a step", f"{metrics_us:.0f} µs"],
-        ["a whole step of the demo model", f"{step_us:.0f} µs"],
-        ["share", f"{100 * share:.2f} %"],
-        [f"below {100 * GOAL:g} %", "yes" if share < GOAL else "no"],
+        ["metrics of a step, on the scheduling thread", f"{steps.metrics_us:.0f} µs"],
+        ["a whole step of the demo model", f"{steps.step_us:.0f} µs"],
+        ["share", f"{100 * steps.share:.2f} %"],
+        ["the updating thread, under load, of one core", f"{100 * busy.thread:.2f} %"],
+        ["the updating thread, at rest, of one core", f"{100 * at_rest.thread:.2f} %"],
+        ["all of tritonserver, at rest, of one core", f"{100 * at_rest.tritonserver:.2f} %"],
+        ["the first, the second and the last share together", f"{100 * together:.2f} %"],
+        [f"below {100 * GOAL:g} %", "yes" if together < GOAL else "no"],
     ]
-    print(markdown_table([f"{rows} rows", "best of repetitions"], lines))
-    found = {"rows": rows, "metrics_us": metrics_us, "step_us": step_us, "share": share}
+    print(markdown_table([f"{options.rows} rows", ""], lines))
+    found = {
+        "rows": options.rows,
+        **asdict(steps),
+        "share": steps.share,
+        "at_rest": asdict(at_rest),
+        "under_load": asdict(busy),
+        "together": together,
+    }
     print(f"\n{write_record(stem, about | found)}")
 
 

@@ -55,6 +55,7 @@ class ObservedSide:
 
     Attributes:
         reads, failed_reads: of its metrics so far.
+        server: its tritonserver.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class ObservedSide:
             log.seek(0)
             said = "\n".join(log.read().decode(errors="replace").splitlines()[-12:])
             raise SideError(f"charonia serve cannot be started; it said last:\n{said}") from None
+        self.server = serving.server()
         self._grpc_url, self._metrics_url = addresses["gRPC"], addresses["metrics"]
 
     def run(self, waves: Waves) -> list[WaveTrace]:

@@ -1,14 +1,17 @@
 """What the exporter hands to Triton; a real scrape is tested on the real server."""
 
+import contextlib
 import gc
+import time
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from charonia.metrics.metric_table import BY_NAME, METRICS, OLDEST
 from charonia.metrics.metrics import Metrics
-from charonia.metrics.triton_page import MetricsExporter
+from charonia.metrics.triton_page import THREAD, MetricsExporter
 
 SHARED = ("model", "version", "model_name", "engine")
 """Labels that are not a series' own."""
@@ -208,6 +211,25 @@ def test_nothing_goes_to_triton_before_the_start_and_after_the_end() -> None:
     metrics.count(name, 1)
     exporter.update()
     assert registry.value(name) == 7
+
+
+def test_top_shows_its_thread_by_name() -> None:
+    before = thread_names().count(THREAD)  # other tests leave theirs open
+    _, exporter = make(Metrics())
+    deadline = time.monotonic() + 10.0
+    while thread_names().count(THREAD) == before:
+        assert time.monotonic() < deadline, thread_names()
+    exporter.close()
+    assert thread_names().count(THREAD) == before
+
+
+def thread_names() -> list[str]:
+    """What the kernel calls the threads of this process."""
+    names = []
+    for path in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            names.append(path.read_text("ascii").strip())
+    return names
 
 
 def test_a_failing_triton_is_logged() -> None:
