@@ -27,8 +27,8 @@ from tqdm import tqdm
 
 from charonia import SamplingParams
 from charonia.config import DEMO_CHECKPOINT, EngineArgs, SchedulerArgs
-from charonia.core.admission import GenerationRequest
 from charonia.core.engine_core import EngineCore
+from charonia.core.generation_request import GenerationRequest
 from charonia.core.inline import InlineExecutor
 from charonia.core.output.outputs import Chunk, OutputStream
 from charonia.core.request_events import RequestEvents

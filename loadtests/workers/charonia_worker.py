@@ -10,8 +10,8 @@ from worker import Request, Wave, serve_engine
 
 from charonia import SamplingParams
 from charonia.config import EngineArgs, SchedulerArgs
-from charonia.core.admission import GenerationRequest
 from charonia.core.engine_core import EngineCore
+from charonia.core.generation_request import GenerationRequest
 from charonia.core.inline import InlineExecutor
 from charonia.core.output.outputs import Chunk, OutputStream
 from charonia.core.request_events import RequestEvents

@@ -16,8 +16,8 @@ from typing import Any
 from tqdm import tqdm
 
 from charonia.config import EngineArgs, SchedulerArgs, make_paths_absolute
-from charonia.core.admission import GenerationRequest
 from charonia.core.engine_core import EngineCore
+from charonia.core.generation_request import GenerationRequest
 from charonia.core.inline import InlineExecutor
 from charonia.core.output.outputs import (
     Chunk,

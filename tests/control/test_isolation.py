@@ -22,7 +22,7 @@ from charonia.control.policies import (
     fair,
     ranked,
 )
-from charonia.core.admission import cache_scope
+from charonia.core.generation_request import cache_scope
 from charonia.protocol import SamplingParams
 from support.long import one_in
 from support.stepping import Bench, make_request

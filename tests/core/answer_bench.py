@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from charonia.core.admission import GenerationRequest
 from charonia.core.answers import AnswerCache
 from charonia.core.engine_core import EngineCore
 from charonia.core.gate.tenants import Tenants
+from charonia.core.generation_request import GenerationRequest
 from charonia.core.output.outputs import OutputStream
 from charonia.core.replica.reload import Reload
 from charonia.protocol import SamplingParams

@@ -8,9 +8,9 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from charonia.config import EngineArgs, SchedulerArgs, SpeculativeConfig
-from charonia.core.admission import GenerationRequest
 from charonia.core.engine_core import EngineCore
 from charonia.core.gate.tenants import Tenants
+from charonia.core.generation_request import GenerationRequest
 from charonia.core.output.outputs import Chunk, OutputStream
 from charonia.core.recording.journal import Journal
 from charonia.core.recording.kv_events import KVEvents

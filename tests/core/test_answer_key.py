@@ -5,7 +5,6 @@ import pytest
 
 from charonia.config import EngineArgs, SpeculativeConfig
 from charonia.control import Limits
-from charonia.core.admission import GenerationRequest
 from charonia.core.answers.answer_key import (
     CHANGES_NO_TOKEN,
     is_determined,
@@ -13,6 +12,7 @@ from charonia.core.answers.answer_key import (
     revision_of,
     scope_of,
 )
+from charonia.core.generation_request import GenerationRequest
 from charonia.protocol import KeptBlocks, MemoryReport, SamplingParams
 from support.echo import EchoExecutor
 

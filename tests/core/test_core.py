@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from charonia.core.admission import GenerationRequest, seeds_of
+from charonia.core.generation_request import GenerationRequest, seeds_of
 from charonia.core.output.outputs import Chunk
 from charonia.errors import InvalidRequestError, NotSupportedError
 from charonia.metrics.metrics import Metrics

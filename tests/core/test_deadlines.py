@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from charonia.core.admission import GenerationRequest
 from charonia.core.gate.deadlines import Deadlines
+from charonia.core.generation_request import GenerationRequest
 from charonia.protocol import SamplingParams
 
 

@@ -6,9 +6,9 @@ import pytest
 
 from charonia.config import SchedulerArgs
 from charonia.control import NO_SHEDDING, LoadShedding
-from charonia.core.admission import GenerationRequest
 from charonia.core.gate.degradation import CLIMB_EVERY_S, DESCEND_EVERY_S, PROMPT_SHARE, Degradation
 from charonia.core.gate.tenants import Tenants
+from charonia.core.generation_request import GenerationRequest
 from charonia.errors import ConfigError, OverloadedError
 from charonia.metrics.metrics import Metrics
 from charonia.protocol import SamplingParams

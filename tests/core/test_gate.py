@@ -5,9 +5,9 @@ import json
 import pytest
 
 from charonia.config import EngineArgs, SchedulerArgs
-from charonia.core.admission import GenerationRequest
 from charonia.core.gate.gate import MAX_REMEMBERED, Gate
 from charonia.core.gate.tenants import Tenants
+from charonia.core.generation_request import GenerationRequest
 from charonia.errors import (
     InvalidRequestError,
     LateRequestError,

@@ -6,9 +6,9 @@ from functools import partial
 import pytest
 
 from charonia.config import EngineArgs, SchedulerArgs
-from charonia.core.admission import GenerationRequest
 from charonia.core.gate.gate import Gate
 from charonia.core.gate.tenants import Tenants
+from charonia.core.generation_request import GenerationRequest
 from charonia.core.recording.recorder import REQUESTS
 from charonia.core.service import EngineService
 from charonia.errors import LateRequestError, QueueFullError

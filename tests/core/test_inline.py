@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 
 from charonia.config import EngineArgs, SchedulerArgs
-from charonia.core.admission import GenerationRequest
 from charonia.core.engine_core import EngineCore
+from charonia.core.generation_request import GenerationRequest
 from charonia.core.inline import InlineExecutor
 from charonia.core.output.outputs import OutputStream
 from charonia.core.request_events import RequestEvents

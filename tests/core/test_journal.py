@@ -16,8 +16,8 @@ from charonia.control import NO_SHEDDING, Group, KVPool, LoadShedding, Scheduler
 from charonia.control.cache.eviction import EVICTIONS
 from charonia.control.scheduling.commit import Commit
 from charonia.control.scheduling.epoch import Epoch
-from charonia.core.admission import cache_scope
 from charonia.core.gate.tenants import Tenants
+from charonia.core.generation_request import cache_scope
 from charonia.core.recording.journal import HEADER, Added, Applied, Blamed, Finished, Planned
 from charonia.core.recording.journaled_scheduler import JournaledScheduler
 from charonia.core.scheduler_factory import make_scheduler

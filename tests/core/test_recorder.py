@@ -7,7 +7,7 @@ import time
 import pytest
 
 from charonia.control import KVPool, Limits, Scheduler
-from charonia.core.admission import GenerationRequest
+from charonia.core.generation_request import GenerationRequest
 from charonia.core.output.outputs import Chunk
 from charonia.core.recording.recorder import REQUESTS, STEPS, Recorder, RecordingExecutor
 from charonia.errors import ConfigError, QueueFullError, RequestCancelledError

@@ -6,7 +6,7 @@ import pytest
 from msgspec import structs
 
 from charonia.config import EngineArgs
-from charonia.core.admission import GenerationRequest
+from charonia.core.generation_request import GenerationRequest
 from charonia.core.output.outputs import merge_samples
 from charonia.core.replica.recovery import UNLOADED_WAIT_S
 from charonia.core.replica.reload import Reload

@@ -1,6 +1,6 @@
 """Lines about the life of requests: when there are any, and what they show of a prompt."""
 
-from charonia.core.admission import GenerationRequest
+from charonia.core.generation_request import GenerationRequest
 from charonia.core.output.outputs import Chunk
 from charonia.core.request_log import FollowedRequest, RequestLog
 from charonia.errors import QueueFullError

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from charonia.config import EngineArgs, SchedulerArgs
-from charonia.core.admission import GenerationRequest
+from charonia.core.generation_request import GenerationRequest
 from charonia.core.recording.recorder import REQUESTS
 from charonia.core.replica.opening import EngineOpening
 from charonia.core.replica.reload import Reload

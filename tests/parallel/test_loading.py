@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from charonia.config import EngineArgs
 from charonia.errors import CharoniaError, CheckpointError, ConfigError, RankLostError
-from charonia.parallel import groups, team
+from charonia.parallel import groups, worker_group
 from charonia.parallel.groups import Groups, Membership
 from charonia.parallel.messages import Join, Message, Prepared, Ready, Refusal, Setup, encode
 from charonia.parallel.peer import Peer
@@ -155,7 +155,7 @@ def test_what_nobody_has_thought_of_is_in_the_ranks_log_as_a_whole(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(team, "Setup", lambda *values: Setup(*values[:3], 0))
+    monkeypatch.setattr(worker_group, "Setup", lambda *values: Setup(*values[:3], 0))
     with (
         pytest.raises(RankLostError, match=r"^rank 1: ZeroDivisionError: "),
         ranked_engine(rank_args(checkpoint(), cpu_threads=None)),

@@ -20,9 +20,9 @@ import pytest
 from charonia.config import EngineArgs
 from charonia.data.model.paged import PagedModel
 from charonia.errors import RankLostError
-from charonia.parallel import peer, team
+from charonia.parallel import peer, worker_group
 from charonia.parallel.messages import Refusal
-from charonia.parallel.team import RankTeam
+from charonia.parallel.worker_group import WorkerGroup
 from parity.reference import random_prompt
 from support.long import long
 from support.ranked_engine import RankedEngine, is_alive, rank_args, ranked_engine
@@ -45,8 +45,8 @@ torch_at_length = pytest.mark.parametrize(
 @pytest.fixture
 def quick_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that stands still is waited for in vain when its engine ends."""
-    monkeypatch.setattr(team, "_END_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(team, "_LAST_WORDS_S", 0.1)
+    monkeypatch.setattr(worker_group, "_END_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(worker_group, "_LAST_WORDS_S", 0.1)
 
 
 def stand_still(engine: RankedEngine) -> None:
@@ -58,14 +58,14 @@ def notice_silence(engine: RankedEngine) -> None:
     """Have the time that a rank may say nothing be over soon. The one that it has otherwise is for
     ranks that load, or compute, on a machine that may be slow.
     """
-    rank = team_of(engine)._ranks[1]
+    rank = group_of(engine)._ranks[1]
     assert rank._timeout == WAIT_S
     rank._timeout = 0.1
 
 
-def team_of(engine: RankedEngine) -> RankTeam:
-    found = engine.runner._team
-    assert isinstance(found, RankTeam)
+def group_of(engine: RankedEngine) -> WorkerGroup:
+    found = engine.runner._group
+    assert isinstance(found, WorkerGroup)
     return found
 
 
@@ -140,7 +140,7 @@ def test_a_rank_that_stands_still_ends_the_sending_to_it(
     ):
         engine.step(PROMPT)
         stand_still(engine)
-        told = threads.submit(team_of(engine).tell, more_than_waits_in_sockets, [1])
+        told = threads.submit(group_of(engine).tell, more_than_waits_in_sockets, [1])
         time.sleep(WHERE_IT_STANDS_S)
         assert not told.done()
         notice_silence(engine)
@@ -225,7 +225,7 @@ def test_a_process_that_stood_still_takes_no_other_for_silent_that_did_as_well(
 ) -> None:
     """As in a container that is frozen; which of its processes goes on first is chance."""
     clock = Clock()
-    for module in (team, peer):
+    for module in (worker_group, peer):
         monkeypatch.setattr(module, "time", clock)
     later_polls: list[int] = []
     is_frozen = threading.Event()
@@ -247,7 +247,9 @@ def test_a_process_that_stood_still_takes_no_other_for_silent_that_did_as_well(
     with ranked_engine(rank_args(checkpoint())) as engine:
         engine.step(PROMPT)
         stand_still(engine)
-        monkeypatch.setattr(team, "select", SimpleNamespace(poll=new_poll, POLLIN=select.POLLIN))
+        monkeypatch.setattr(
+            worker_group, "select", SimpleNamespace(poll=new_poll, POLLIN=select.POLLIN)
+        )
         eventually(lambda: later_polls, "the watcher has gone on")
         os.kill(engine.pids[1], signal.SIGCONT)
         engine.step(PROMPT)

@@ -12,7 +12,7 @@ from charonia.data import runner
 from charonia.errors import ConfigError
 from charonia.parallel.engine import load_engine
 from charonia.parallel.messages import Ready
-from charonia.parallel.team import RankTeam
+from charonia.parallel.worker_group import WorkerGroup
 from support.ranked_engine import rank_args, ranked_engine
 
 Checkpoint = Callable[..., Path]
@@ -43,9 +43,9 @@ def test_ranks_run_the_largest_step_together_and_then_compute(
 def test_the_rank_with_the_least_room_decides(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    collect = RankTeam._collect
+    collect = WorkerGroup._collect
 
-    def with_less(self: RankTeam, kind: Any) -> Any:
+    def with_less(self: WorkerGroup, kind: Any) -> Any:
         found = collect(self, kind)
         return (
             {rank: Ready(5, one.slot_bytes) for rank, one in found.items()}
@@ -53,7 +53,7 @@ def test_the_rank_with_the_least_room_decides(
             else found
         )
 
-    monkeypatch.setattr(RankTeam, "_collect", with_less)
+    monkeypatch.setattr(WorkerGroup, "_collect", with_less)
     with ranked_engine(measured_args(checkpoint("LlamaForCausalLM"))) as engine:
         info = engine.runner.info()
         assert info.num_blocks == 5

@@ -27,7 +27,7 @@ from charonia.protocol import (
     encode,
 )
 from charonia.serving.messages import executor as bls
-from charonia.serving.messages.executor import STEPS_SOCKET, BlsExecutor, _last_notice
+from charonia.serving.messages.executor import STEPS_SOCKET, SocketExecutor, _last_notice
 from charonia.sockets.channel import Channel
 from charonia.sockets.connection import Connection
 from charonia.sockets.local import is_same_user, listen
@@ -151,7 +151,7 @@ class Triton:
         raise self.TritonModelException(self.says)
 
 
-def opened(executor: BlsExecutor) -> EngineOpening:
+def opened(executor: SocketExecutor) -> EngineOpening:
     """The engine was looked for, and there or not."""
     is_done = threading.Event()
     opening = executor.open(replace=False, on_done=is_done.set)
@@ -165,8 +165,8 @@ def triton() -> Triton:
 
 
 @pytest.fixture
-def executor(tmp_path: Path, triton: Triton, engine: SlowEngine) -> Iterator[BlsExecutor]:
-    executor = BlsExecutor(
+def executor(tmp_path: Path, triton: Triton, engine: SlowEngine) -> Iterator[SocketExecutor]:
+    executor = SocketExecutor(
         triton,
         "engine",
         tmp_path,
@@ -181,7 +181,7 @@ def executor(tmp_path: Path, triton: Triton, engine: SlowEngine) -> Iterator[Bls
 
 
 def test_a_plan_waits_for_no_engine_that_does_not_read_and_reaches_it_later(
-    executor: BlsExecutor, engine: SlowEngine
+    executor: SocketExecutor, engine: SlowEngine
 ) -> None:
     pending = executor.submit(LONG_PLAN)  # longer than what a socket holds
     for _ in range(3):
@@ -193,7 +193,7 @@ def test_a_plan_waits_for_no_engine_that_does_not_read_and_reaches_it_later(
 
 
 def test_an_engine_that_goes_amid_a_plan_is_lost_or_unloaded_as_it_says(
-    executor: BlsExecutor, engine: SlowEngine
+    executor: SocketExecutor, engine: SlowEngine
 ) -> None:
     pending = executor.submit(LONG_PLAN)
     connection = next(iter(engine.server._served))
@@ -207,7 +207,7 @@ def test_an_engine_that_goes_amid_a_plan_is_lost_or_unloaded_as_it_says(
 
 
 def test_a_plan_that_is_too_long_fails_alone(
-    executor: BlsExecutor, monkeypatch: pytest.MonkeyPatch
+    executor: SocketExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert executor._channel is not None
     monkeypatch.setattr(executor._channel, "max_bytes", 1000)
@@ -216,7 +216,7 @@ def test_a_plan_that_is_too_long_fails_alone(
 
 
 def test_a_server_that_refuses_calls_is_shutting_down_once_it_has_had_requests(
-    executor: BlsExecutor, engine: SlowEngine, triton: Triton
+    executor: SocketExecutor, engine: SlowEngine, triton: Triton
 ) -> None:
     """Also where it took no call before it was stopped: its first requests show that it served."""
     engine.reads.set()
@@ -230,7 +230,7 @@ def test_a_server_that_refuses_calls_is_shutting_down_once_it_has_had_requests(
         executor.check()
 
 
-def test_what_a_proxy_was_told_ends_steps(executor: BlsExecutor, triton: Triton) -> None:
+def test_what_a_proxy_was_told_ends_steps(executor: SocketExecutor, triton: Triton) -> None:
     pending = executor.submit(LONG_PLAN)
     executor.note_server_stopping()
     with pytest.raises(ServerStoppingError):
@@ -246,7 +246,7 @@ def quiet_watch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("quiet_watch")
 def test_an_idle_scheduler_does_not_ask_triton_at_once_when_its_engine_goes(
-    executor: BlsExecutor, engine: SlowEngine, triton: Triton, monkeypatch: pytest.MonkeyPatch
+    executor: SocketExecutor, engine: SlowEngine, triton: Triton, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Triton may be finalizing both of them, and answers no question of a model that it ends."""
     triton.says = "Model 'engine' is not ready"

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from charonia.config import EngineArgs, SchedulerArgs
-from charonia.core.admission import GenerationRequest
+from charonia.core.generation_request import GenerationRequest
 from charonia.core.request_log import RequestLog
 from charonia.core.service import EngineService
 from charonia.errors import (

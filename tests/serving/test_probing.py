@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from charonia.config import EngineArgs, SchedulerArgs
-from charonia.core.admission import GenerationRequest
+from charonia.core.generation_request import GenerationRequest
 from charonia.core.service import EngineService
 from charonia.errors import EngineDiedError
 from charonia.protocol import EngineInfo, SamplingParams, StepPlan, StepResult

@@ -24,9 +24,9 @@ from collections.abc import Callable, Collection
 
 from charonia.config import EngineArgs, SchedulerArgs
 from charonia.control import Limits, LoadShedding, Update
-from charonia.core.admission import GenerationRequest, admit, check, seeds_of
 from charonia.core.gate.attainment import Attainment
 from charonia.core.gate.tenants import Tenants
+from charonia.core.generation_request import GenerationRequest, check, control_requests, seeds_of
 from charonia.core.output.outputs import MakeStream
 from charonia.core.recording.journal import Journal
 from charonia.core.recording.kv_events import KVEvents
@@ -350,7 +350,7 @@ class EngineCore:
             self._seed = replica.engine_args.seed
             self._next_seed = seeds_of(self._seed)
         try:
-            samples = admit(
+            samples = control_requests(
                 request,
                 replica.recovery.known_info,
                 replica.limits,

@@ -12,7 +12,7 @@ level.
 import time
 from collections.abc import Callable, Mapping
 
-from charonia.core.admission import GenerationRequest
+from charonia.core.generation_request import GenerationRequest
 from charonia.core.output.outputs import Chunk
 from charonia.errors import CharoniaError
 from charonia.events import Log, debug_event

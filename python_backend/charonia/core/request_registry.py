@@ -12,9 +12,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from charonia.control import Request, Update
-from charonia.core.admission import GenerationRequest
 from charonia.core.gate.attainment import Attainment, RequestEnd
 from charonia.core.gate.deadlines import Deadlines
+from charonia.core.generation_request import GenerationRequest
 from charonia.core.output.outputs import Chunk, MakeStream, SampleStreams
 from charonia.core.request_events import RequestEvents
 from charonia.errors import CharoniaError

@@ -15,12 +15,12 @@ from pathlib import Path
 
 from charonia.config import MIN_ANSWER_BYTES, EngineArgs, SchedulerArgs
 from charonia.control import Limits
-from charonia.core.admission import GenerationRequest
 from charonia.core.answers import AnswerCache, PromptIndex, SimilarPrompts
 from charonia.core.engine_core import EngineCore
 from charonia.core.gate.degradation import Degradation
 from charonia.core.gate.gate import Gate
 from charonia.core.gate.tenants import Tenants
+from charonia.core.generation_request import GenerationRequest
 from charonia.core.output.outputs import Chunk, OutputStream
 from charonia.core.recording.journal import Journal
 from charonia.core.recording.kv_events import KVEvents

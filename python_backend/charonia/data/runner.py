@@ -26,12 +26,12 @@ from charonia.data.model.fingerprint import fingerprint
 from charonia.data.model.paged import Model, PagedModel
 from charonia.data.plan_check import Progress, check_plan
 from charonia.data.pressure import Pressure
+from charonia.data.rank_group import RankGroup
 from charonia.data.sampling.native_draw import NativeDraw
 from charonia.data.sampling.sampler import Sampler
 from charonia.data.sizing import Room, Sizing, line_of, size
 from charonia.data.step_tensors import StepTensors
 from charonia.data.target_model import TargetModel
-from charonia.data.team import Team
 from charonia.errors import RankLostError
 from charonia.protocol import (
     EngineInfo,
@@ -49,7 +49,7 @@ class Runner:
     Args:
         args: the model, its device and all limits.
         log: takes lines about the progress, one at a time.
-        team: the other ranks; None if there are none.
+        group: the other ranks; None if there are none.
 
     Attributes:
         ops: the operations that compute.
@@ -62,17 +62,17 @@ class Runner:
     """
 
     def __init__(
-        self, args: EngineArgs, *, log: Callable[[str], None], team: Team | None = None
+        self, args: EngineArgs, *, log: Callable[[str], None], group: RankGroup | None = None
     ) -> None:
-        basis = Basis.of(args, log=log, local_rank=team.local_rank if team else None)
+        basis = Basis.of(args, log=log, local_rank=group.local_rank if group else None)
         self.ops = ops = basis.ops
-        self._team = team
-        model_rank, draft_rank = team.join(basis) if team else (ModelRank(), ModelRank())
+        self._group = group
+        model_rank, draft_rank = group.join(basis) if group else (ModelRank(), ModelRank())
         models = Models.load(basis, model_rank, draft_rank, log=log)
         native = NativeDraw(ops.kernels) if ops.kernels else None
         self._sampler = Sampler(basis.spec.vocab_size, basis.device, native)
         sizing = self._size(basis, models, model_rank, draft_rank)
-        room = team.agree(sizing.room) if team else sizing.room
+        room = group.agree(sizing.room) if group else sizing.room
         num_blocks = room.num_blocks
         memory = sizing.report(room, basis.device, basis.local_rank.count)
         log(line_of(memory, num_blocks))
@@ -105,8 +105,8 @@ class Runner:
             _describe(basis, models.target, num_blocks, memory),
             watches_memory=self._pressure is not None,
         )
-        if team:
-            self._info = team.describe(self._info)
+        if group:
+            self._info = group.describe(self._info)
         self._info = self.info()
 
     def _size(
@@ -121,19 +121,19 @@ class Runner:
                 sampler=self._sampler,
             )
 
-        if self._team:
-            self._team.measure()
+        if self._group:
+            self._group.measure()
         try:
             return size(basis, models, run_step)
         except BaseException as error:
-            if self._team:  # they are in the middle of the step, and wait for this one
-                self._team.lose(f"rank 0: {type(error).__name__}: {error}")
+            if self._group:  # they are in the middle of the step, and wait for this one
+                self._group.lose(f"rank 0: {type(error).__name__}: {error}")
                 if isinstance(error, RankLostError):
-                    self._team.check()  # names the rank that was lost, if one was
+                    self._group.check()  # names the rank that was lost, if one was
             raise
 
     def _lead(self, name: str, model: PagedModel) -> Model:
-        return self._team.lead(name, model) if self._team else model
+        return self._group.lead(name, model) if self._group else model
 
     def _make_draft_model(
         self, model: LoadedModel, kv: KVStore, native: NativeDraw | None
@@ -188,7 +188,7 @@ class Runner:
                 rows=rows,
                 seconds=time.perf_counter() - started,
                 draft_seconds=draft_seconds,
-                collectives=self._team.collectives() if self._team else None,
+                collectives=self._group.collectives() if self._group else None,
                 not_loaded=not_loaded,
                 not_saved=not_saved,
                 num_blocks=self._pressure.num_blocks() if self._pressure else None,
@@ -198,8 +198,8 @@ class Runner:
 
     def close(self) -> None:
         """End the other ranks, and release the slower tiers."""
-        if self._team:
-            self._team.close()
+        if self._group:
+            self._group.close()
         if self._tiers is not None:
             self._tiers.close()
 
@@ -214,10 +214,10 @@ class Runner:
                 yield
         except BaseException as error:
             self._progress = replace(self._progress, needs_reset=True)
-            if self._team:
-                self._team.lose(f"rank 0: {type(error).__name__}: {error}")
+            if self._group:
+                self._group.lose(f"rank 0: {type(error).__name__}: {error}")
                 if isinstance(error, Exception):
-                    self._team.check()
+                    self._group.check()
             raise
 
     def _apply_diffs(self, plan: StepPlan) -> None:
@@ -238,7 +238,7 @@ class Runner:
         uses_all = self._has_discarded and plan.num_blocks is None and not plan.reset
         self._has_discarded = bool(plan.discards) or (self._has_discarded and not uses_all)
         has_moved = bool(plan.saves or plan.loads or plan.discards or uses_all)
-        others = self._team.move(plan, uses_all=uses_all) if self._team and has_moved else None
+        others = self._group.move(plan, uses_all=uses_all) if self._group and has_moved else None
         if self._tiers is not None and (plan.saves or plan.loads):
             not_saved = self._tiers.save(plan.saves)
             not_loaded = self._tiers.load(plan.loads)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from charonia.config import EngineArgs
 from charonia.data.runner import Runner
-from charonia.parallel.team import RankTeam
+from charonia.parallel.worker_group import WorkerGroup
 
 
 def load_engine(
@@ -19,16 +19,16 @@ def load_engine(
     """Load an engine with all its ranks; this process is rank 0.
 
     Args:
-        log, on_lost: see `RankTeam`.
+        log, on_lost: see `WorkerGroup`.
 
     Raises:
         CheckpointError, ConfigError, RankLostError: see `Runner`. All ranks are ended then.
     """
     if args.num_ranks == 1:
         return Runner(args, log=log)
-    team = RankTeam(args, log=log, on_lost=on_lost)
+    group = WorkerGroup(args, log=log, on_lost=on_lost)
     try:
-        return Runner(args, log=log, team=team)
+        return Runner(args, log=log, group=group)
     except BaseException:
-        team.close()
+        group.close()
         raise

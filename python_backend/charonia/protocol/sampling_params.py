@@ -3,8 +3,8 @@
 Owns names, ranges and defaults, which are vLLM's. Knows nothing about tokens or tensors.
 
 To add a parameter, add a field with its range here. If a step needs it, extend
-`messages.RowSampling`, `core/admission.py`, `data/plan_check.py` and `data/sampling/` (torch and
-C++, whose sources are in `data/ops/native/`). A new type needs a line in
+`messages.RowSampling`, `core/generation_request.py`, `data/plan_check.py` and `data/sampling/`
+(torch and C++, whose sources are in `data/ops/native/`). A new type needs a line in
 `serving/conventions/parameters.py`. Then extend `gateway/sampling.py` (or `requests.py` of one
 API), `charonia_client/values.py` and model_repository/README.md. If the parameter changes no token,
 list it in `core/answers/answer_key.py`.

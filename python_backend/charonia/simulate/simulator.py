@@ -17,11 +17,11 @@ from msgspec.structs import replace
 
 from charonia.config import EngineArgs, SchedulerArgs
 from charonia.control import Request, Update
-from charonia.core.admission import GenerationRequest
 from charonia.core.engine_core import RESULT_WAIT_S, EngineCore
 from charonia.core.gate.degradation import Degradation
 from charonia.core.gate.gate import Gate
 from charonia.core.gate.tenants import Tenants
+from charonia.core.generation_request import GenerationRequest
 from charonia.core.output.outputs import Chunk, SampleStream
 from charonia.core.request_events import RequestEvents
 from charonia.core.service import LOOK_EVERY_S

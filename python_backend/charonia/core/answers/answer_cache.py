@@ -21,7 +21,6 @@ from functools import partial
 import msgspec
 
 from charonia.config import EngineArgs, SchedulerArgs
-from charonia.core.admission import GenerationRequest
 from charonia.core.answers.answer_key import (
     is_determined,
     prompt_digest,
@@ -40,6 +39,7 @@ from charonia.core.answers.shared_computation import (
 from charonia.core.answers.similar import Match, SimilarPrompts
 from charonia.core.answers.subscribers import Subscribers
 from charonia.core.engine_core import EngineCore
+from charonia.core.generation_request import GenerationRequest
 from charonia.core.output.outputs import Chunk
 from charonia.core.request_events import RequestEvents
 from charonia.errors import (

@@ -16,7 +16,7 @@ import msgspec
 
 from charonia.config import EngineArgs
 from charonia.control import Limits
-from charonia.core.admission import GenerationRequest
+from charonia.core.generation_request import GenerationRequest
 from charonia.protocol import EngineInfo, SamplingParams
 
 CHANGES_NO_TOKEN = frozenset(

@@ -7,11 +7,11 @@ of that. Must not know who gets an answer.
 from collections.abc import Callable, Iterable
 
 from charonia.config import SchedulerArgs
-from charonia.core.admission import GenerationRequest
 from charonia.core.answers.answer_key import scope_of_key
 from charonia.core.answers.answer_store import Answer, AnswerStore, Eviction
 from charonia.core.answers.shared_computation import SharedComputation
 from charonia.core.answers.similar import Match, SimilarPrompts
+from charonia.core.generation_request import GenerationRequest
 from charonia.metrics.metrics import Metrics
 
 

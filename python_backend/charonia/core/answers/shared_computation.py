@@ -15,8 +15,8 @@ from typing import Any, Literal, NamedTuple
 
 from msgspec.structs import replace
 
-from charonia.core.admission import GenerationRequest
 from charonia.core.answers.answer_store import Piece, Pieces
+from charonia.core.generation_request import GenerationRequest
 from charonia.core.output.outputs import Chunk, Timing
 from charonia.errors import CharoniaError
 from charonia.protocol import FinishReason

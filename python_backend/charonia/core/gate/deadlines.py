@@ -4,7 +4,7 @@ Owns their order. Must not know what happens at a timeout; the time is an argume
 """
 
 from charonia.control.lazy_heap import LazyHeap
-from charonia.core.admission import GenerationRequest
+from charonia.core.generation_request import GenerationRequest
 
 
 class Deadlines:

@@ -13,8 +13,8 @@ import msgspec
 
 from charonia.config import SchedulerArgs
 from charonia.control import LoadShedding
-from charonia.core.admission import GenerationRequest
 from charonia.core.gate.tenants import Tenants
+from charonia.core.generation_request import GenerationRequest
 from charonia.errors import OverloadedError
 from charonia.events import event, warning_event
 from charonia.metrics.metrics import Metrics

@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 from charonia.config import EngineArgs, SchedulerArgs
 from charonia.control.lazy_heap import LazyHeap
-from charonia.core.admission import GenerationRequest
 from charonia.core.gate.queue_order import Entry, QueueOrder
 from charonia.core.gate.queue_wait import QueueWait
 from charonia.core.gate.tenants import TenantArgs, Tenants
+from charonia.core.generation_request import GenerationRequest
 from charonia.core.scheduler_factory import rank_of
 from charonia.errors import (
     InvalidRequestError,

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from charonia.control.cache import BlockHasher
-from charonia.core.admission import GenerationRequest, cache_scope
+from charonia.core.generation_request import GenerationRequest, cache_scope
 from charonia.core.output.outputs import Chunk
 from charonia.core.replica.step_work import WorkMeter
 from charonia.errors import CharoniaError, ConfigError

@@ -26,7 +26,7 @@ from charonia.events import Log
 from charonia.metrics.page_socket import METRICS_SOCKET, serve_metrics
 from charonia.metrics.triton_page import MetricsExporter
 from charonia.serving.hosts.engine import MODEL_FILE
-from charonia.serving.messages.executor import BlsExecutor
+from charonia.serving.messages.executor import SocketExecutor
 from charonia.serving.messages.handover import HANDOVER_SOCKET, Handover
 from charonia.serving.messages.relay import REQUESTS_SOCKET
 from charonia.serving.messages.relay_server import RelayServer
@@ -70,7 +70,7 @@ class _Relayed:
 
     intake: Intake
     sessions: Sessions
-    executor: BlsExecutor
+    executor: SocketExecutor
 
     def on_request(self, key: str, raw: RawRequest, responder: Responder) -> None:
         self.intake.take(lambda: raw, responder, key)
@@ -136,7 +136,7 @@ class SchedulerHost:
             server_options.check_forwarded(scheduler_args.tenant_header)
         if engine_args.speculative_config and engine_args.speculative_config.model:
             check_draft_tokenizer(self._tokenizer, Path(engine_args.speculative_config.model))
-        self._executor = BlsExecutor(
+        self._executor = SocketExecutor(
             pb_utils,
             scheduler_args.engine_model,
             engine_dir,

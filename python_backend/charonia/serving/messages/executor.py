@@ -96,7 +96,7 @@ class _Step:
         return reply
 
 
-class BlsExecutor:
+class SocketExecutor:
     """The engine model of the same Triton.
 
     Args:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from charonia.config import EngineArgs
-from charonia.core.admission import GenerationRequest
+from charonia.core.generation_request import GenerationRequest
 from charonia.core.output.outputs import Chunk
 from charonia.core.request_log import RequestLog
 from charonia.core.service import EngineService, Sink

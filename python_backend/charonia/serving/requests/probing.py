@@ -30,7 +30,7 @@ import secrets
 import time
 from collections.abc import Callable
 
-from charonia.core.admission import GenerationRequest
+from charonia.core.generation_request import GenerationRequest
 from charonia.core.service import EngineService
 from charonia.errors import CharoniaError, UnavailableError
 from charonia.protocol import SamplingParams

@@ -102,7 +102,7 @@ def seeds_of(seed: int | None) -> Callable[[], int]:
     return partial(generator.getrandbits, 64)
 
 
-def admit(
+def control_requests(
     request: GenerationRequest,
     info: EngineInfo,
     limits: Limits,

@@ -67,8 +67,8 @@ _LAST_WORDS_S = 1.0
 """Time for the ranks of a lost engine to log what went wrong."""
 
 
-class RankTeam:
-    """Implements `data.team.Team` for the rank that runs the steps.
+class WorkerGroup:
+    """Implements `data.rank_group.RankGroup` for the rank that runs the steps.
 
     The ranks of this machine are started at once. They load at the same time as this process.
 
@@ -405,13 +405,13 @@ class _LedModel:
 
     def __init__(
         self,
-        team: RankTeam,
+        group: WorkerGroup,
         name: str,
         model: PagedModel,
         ranks: Sequence[int],
         receiver: Executor | None,
     ) -> None:
-        self._team = team
+        self._group = group
         self._name = name
         self._model = model
         self._ranks = ranks
@@ -419,18 +419,18 @@ class _LedModel:
 
     def forward(self, batch: StepBatch, lines: Sequence[int]) -> PendingLogits:
         """See `Model`."""
-        self._team.tell(forward_of(self._name, batch, list(lines)), self._ranks)
+        self._group.tell(forward_of(self._name, batch, list(lines)), self._ranks)
         pending = self._model.forward(batch, lines)
         return self._receive(pending) if lines else pending
 
     def logits(self, lines: slice) -> PendingLogits:
         """See `Model`."""
-        self._team.tell(Lines(self._name, lines.start, lines.stop), self._ranks)
+        self._group.tell(Lines(self._name, lines.start, lines.stop), self._ranks)
         return self._receive(self._model.logits(lines))
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """See `Model`."""
-        self._team.tell(Copy(self._name, list(copies)), self._ranks)
+        self._group.tell(Copy(self._name, list(copies)), self._ranks)
         self._model.copy_blocks(copies)
 
     def _receive(self, pending: PendingLogits) -> PendingLogits:

@@ -1,7 +1,7 @@
 """The other ranks of an engine, from the view of the engine's own process.
 
-Owns the protocol only: `parallel.team` implements it. Must not know how ranks are started, or their
-messages.
+Owns the protocol only: `parallel.worker_group` implements it. Must not know how ranks are started,
+or their messages.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from charonia.data.sizing import Room
 from charonia.protocol import Collectives, EngineInfo, StepPlan
 
 
-class Team(Protocol):
+class RankGroup(Protocol):
     """The ranks of an engine, from the view of the rank that runs the steps."""
 
     @property
