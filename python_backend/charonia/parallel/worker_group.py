@@ -13,8 +13,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TypeVar
@@ -24,8 +24,7 @@ import msgspec
 from charonia.config import EngineArgs
 from charonia.data.basis import Basis, LocalRank
 from charonia.data.comm import ModelRank
-from charonia.data.model.paged import Model, PagedModel, PendingLogits
-from charonia.data.ops.base import StepBatch
+from charonia.data.model.paged import Model, PagedModel
 from charonia.data.sizing import Room
 from charonia.errors import CharoniaError, CheckpointError, ConfigError, RankLostError
 from charonia.events import error_event
@@ -35,13 +34,12 @@ from charonia.parallel.groups import (
     check_unused,
     host_identity,
 )
+from charonia.parallel.led_model import LedModel
 from charonia.parallel.messages import (
     Allocate,
     Allocated,
-    Copy,
     End,
     Form,
-    Lines,
     Loaded,
     Measure,
     Message,
@@ -52,14 +50,13 @@ from charonia.parallel.messages import (
     Refusal,
     Setup,
     encode,
-    forward_of,
 )
 from charonia.parallel.peer import BEAT_S, Peer
 from charonia.parallel.rank import checkpoints_of
 from charonia.parallel.rendezvous import Rendezvous
 from charonia.parallel.topology import Topology
 from charonia.parallel.worker import SECRET_VARIABLE
-from charonia.protocol import BlockCopy, Collectives, EngineInfo, StepPlan
+from charonia.protocol import Collectives, EngineInfo, StepPlan
 
 M = TypeVar("M", bound=Message)
 _END_TIMEOUT_S = 5.0
@@ -213,7 +210,7 @@ class WorkerGroup:
         if not ranks:
             return model
         is_pipeline = not is_draft and self._topology.num_stages > 1
-        return _LedModel(self, name, model, ranks, self._receiver if is_pipeline else None)
+        return LedModel(self.tell, name, model, ranks, self._receiver if is_pipeline else None)
 
     def describe(self, info: EngineInfo) -> EngineInfo:
         """Add the processes of the ranks and the number of stages."""
@@ -398,43 +395,6 @@ class WorkerGroup:
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         }
         return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL)
-
-
-class _LedModel:
-    """A model with parts on other ranks: they compute what this process computes."""
-
-    def __init__(
-        self,
-        group: WorkerGroup,
-        name: str,
-        model: PagedModel,
-        ranks: Sequence[int],
-        receiver: Executor | None,
-    ) -> None:
-        self._group = group
-        self._name = name
-        self._model = model
-        self._ranks = ranks
-        self._receiver = receiver
-
-    def forward(self, batch: StepBatch, lines: Sequence[int]) -> PendingLogits:
-        """See `Model`."""
-        self._group.tell(forward_of(self._name, batch, list(lines)), self._ranks)
-        pending = self._model.forward(batch, lines)
-        return self._receive(pending) if lines else pending
-
-    def logits(self, lines: slice) -> PendingLogits:
-        """See `Model`."""
-        self._group.tell(Lines(self._name, lines.start, lines.stop), self._ranks)
-        return self._receive(self._model.logits(lines))
-
-    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        """See `Model`."""
-        self._group.tell(Copy(self._name, list(copies)), self._ranks)
-        self._model.copy_blocks(copies)
-
-    def _receive(self, pending: PendingLogits) -> PendingLogits:
-        return pending if self._receiver is None else self._receiver.submit(pending).result
 
 
 def _check_same(basis: Basis, prepared: dict[int, Prepared]) -> None:
