@@ -112,7 +112,8 @@ test-page: $(KERNELS)
 # the names anyway: where one is named, tests that need it fail without it, and are not skipped.
 OBSERVE_TESTS := tests/observe tests/metrics/test_prometheus_rules.py \
     tests/e2e/test_metrics.py::test_prometheus_own_linter_finds_nothing_of_ours \
-    tests/e2e/test_tracing.py tests/e2e/test_top.py
+    tests/e2e/test_tracing.py tests/e2e/test_top.py tests/e2e/test_log_level.py \
+    tests/metrics/test_dashboard_schema.py
 observe-test: $(KERNELS)
 	@command -v "$${PROMETHEUS:-prometheus}" >/dev/null && command -v "$${PROMTOOL:-promtool}" >/dev/null || { \
 	    echo "charonia: prometheus and promtool are needed (Debian: apt-get install prometheus)" >&2; exit 1; }

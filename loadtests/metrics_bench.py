@@ -77,7 +77,7 @@ def what_a_step_does(core: EngineCore, rows: int) -> Callable[[], None]:
             metrics.count_phase(phase, 0.0001)
         metrics.count_collectives({})
         for _ in range(rows):
-            metrics.count("charonia_generation_tokens_total", 1)
+            metrics.count_tokens(1)
             gaps.observe(0.01, 1)
         core._set_gauges()
 

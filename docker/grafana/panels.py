@@ -536,6 +536,12 @@ DASHBOARDS = (
                         ),
                         "cps",
                     ),
+                    Panel(
+                        "Entries of batches",
+                        rates("charonia_gateway_batch_entries_total", "status"),
+                        "reqps",
+                        help="By the status that each would have alone.",
+                    ),
                 ),
             ),
             Row(
@@ -553,6 +559,11 @@ DASHBOARDS = (
                     Panel(
                         "Requests that moved on",
                         rates("charonia_gateway_retries_total", "server"),
+                        "reqps",
+                    ),
+                    Panel(
+                        "Asked of the fallback model",
+                        rates("charonia_gateway_fallbacks_total", "instance"),
                         "reqps",
                     ),
                     Panel(

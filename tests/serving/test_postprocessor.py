@@ -41,6 +41,7 @@ def hand_on(pb_utils: PbUtils, tmp_path: Path, log: list[str]) -> Iterator[Calla
         name = np.array([f"{key}.{next(numbers)}".encode()], dtype=object)
         request: Any = request_of(chunk_text_output=chunk, request_key=name)
         request.is_cancelled = lambda: has_gone
+        request.request_id = lambda: "7"
         (response,) = host.execute([request])
         return {tensor.name(): tensor.as_numpy().tolist() for tensor in response.output_tensors()}
 
@@ -121,7 +122,11 @@ def test_without_a_scheduler_chunks_are_handed_on_and_not_each_asks_for_it(
     for _ in range(3):
         assert hand_on(KEY, has_gone=True) == {"text_output": [b"a"]}
     assert pb_utils.num_calls == 1
-    assert log == ["warning: the scheduler could not be told of a chunk: it is not ready"]
+    (told,) = log
+    assert parse_event(told) == (
+        "chunk_not_reported",
+        {"level": "warning", "request_id": "7", "reason": "it is not ready"},
+    )
     pb_utils.refusal = None
     clock.now += postprocessor_host._TRY_AGAIN_S + 1
     scheduler = SchedulerEnd(tmp_path)

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -65,14 +66,25 @@ def test_nothing_follows_the_last_response(responder: TritonResponder, sender: S
     ]
 
 
+@dataclass(frozen=True)
+class Named:
+    """A request that is polled."""
+
+    request_id: str
+
+    @property
+    def log_fields(self) -> dict[str, str | None]:
+        return {"request_id": self.request_id}
+
+
 def test_an_idle_poller_wakes_up_for_a_client_and_for_a_late_end(
     responder: TritonResponder, sender: Sender
 ) -> None:
-    cancelled: list[str] = []
+    cancelled: list[Named] = []
     poller = CancellationPoller(cancelled.append, log=print)
     time.sleep(2 * poller.INTERVAL_S)
-    poller.add("k", responder)
-    eventually(lambda: cancelled == ["k"])
+    poller.add(Named("k"), responder)
+    eventually(lambda: cancelled == [Named("k")])
     time.sleep(2 * poller.INTERVAL_S)
     poller.end_later(partial(responder.fail, RequestCancelledError("the request was cancelled")))
     eventually(lambda: sender.sent)
@@ -94,16 +106,19 @@ def test_a_responder_that_cannot_be_asked_or_ended_costs_no_other_its_poller(
             raise OSError("no such response")
 
     log: list[str] = []
-    cancelled: list[str] = []
+    cancelled: list[Named] = []
     poller = CancellationPoller(cancelled.append, log=log.append)
     broken: Any = Broken()
-    poller.add("broken", broken)
+    poller.add(Named("broken"), broken)
     poller.end_later(partial(broken.fail, RequestCancelledError("the request was cancelled")))
     eventually(lambda: len(log) == 2)
-    poller.add("k", responder)
-    eventually(lambda: cancelled == ["k"])
+    poller.add(Named("k"), responder)
+    eventually(lambda: cancelled == [Named("k")])
     time.sleep(2 * poller.INTERVAL_S)
     assert len(log) == 2  # it is not asked again
+    (asked,) = [line for line in log if line.startswith("client_not_polled level=error ")]
+    assert "request_id=broken" in asked
+    assert "no such request" in asked
     poller.close()
 
 
@@ -145,7 +160,8 @@ def test_what_fails_is_logged_under_the_names_that_are_known_of_its_request(
 
 
 def test_a_poller_that_is_closed_in_the_moment_it_turns_idle_ends() -> None:
-    poller = CancellationPoller(lambda key: None, log=print)
+    cancelled: list[Named] = []
+    poller = CancellationPoller(cancelled.append, log=print)
     clear = poller._has_work.clear
     in_clear, may_go_on = threading.Event(), threading.Event()
 
@@ -168,7 +184,7 @@ def test_a_poller_that_is_closed_in_the_moment_it_turns_idle_ends() -> None:
 def test_a_client_that_has_gone_is_answered_later_and_even_when_the_server_ends(
     responder: TritonResponder, sender: Sender
 ) -> None:
-    cancelled: list[str] = []
+    cancelled: list[Named] = []
     poller = CancellationPoller(cancelled.append, log=print)
     poller.LATE_END_S = 3600.0
     poller.end_later(partial(responder.fail, RequestCancelledError("the request was cancelled")))

@@ -113,6 +113,9 @@ def _ask(server: TritonServer, gateway: Gateway, stop: threading.Event, number: 
             with http.stream("POST", "/v1/completions", json=body) as reply:
                 for _ in reply.iter_lines():
                     pass
+            if not count % 4:
+                entry = {"prompt_tokens": [*prompt, number], "max_tokens": 4}
+                http.post("/v1/batch", json={"requests": [entry, entry]})
 
 
 def kill_engine(server: TritonServer) -> None:

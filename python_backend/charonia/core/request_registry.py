@@ -257,7 +257,7 @@ class RequestRegistry:
             last_at: time of the sample's previous tokens. is_first: whether no sample had tokens
                 before.
         """
-        self._metrics.count("charonia_generation_tokens_total", num_tokens)
+        self._metrics.count_tokens(num_tokens)
         if last_at is not None:
             self._gaps.observe((now - last_at) / num_tokens, num_tokens)
             return

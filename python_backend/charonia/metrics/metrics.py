@@ -21,6 +21,7 @@ MAX_UNDRAINED = 10_000
 
 Series = tuple[str, str]
 """A metric's name and the value of its one label, "" if it has none."""
+_GENERATED: Series = "charonia_generation_tokens_total", ""
 
 
 class Histogram:
@@ -89,6 +90,10 @@ class Metrics:
     def count(self, name: str, amount: float = 1.0, label: str = "") -> None:
         """Add to a counter."""
         self.counters[name, label] += amount
+
+    def count_tokens(self, number: int) -> None:
+        """Count generated tokens; called for each row of each step."""
+        self.counters[_GENERATED] += number
 
     def name_tenant(self, label: str) -> None:
         """Show a tenant's counters from now on, even at 0."""

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from charonia.errors import CharoniaError, InvalidRequestError
-from charonia.events import request_fields
+from charonia.events import request_fields, warning_event
 from charonia.serving.conventions.interface import CHUNK_PREFIX, REQUEST_KEY
 from charonia.serving.hosts.scheduler_address import SchedulerAddress
 from charonia.serving.messages.relay import Cancellation, Delivery
@@ -89,7 +89,9 @@ class PostprocessorHost:
         except (OSError, CharoniaError) as error:
             self._disconnect()
             self._connect_at = time.monotonic() + _TRY_AGAIN_S  # else each chunk would try
-            self._log(f"warning: the scheduler could not be told of a chunk: {error}")
+            self._log(
+                warning_event("chunk_not_reported", **_log_fields(request), reason=str(error))
+            )
             return
         if has_gone:
             self._cancelled[key] = None

@@ -21,8 +21,6 @@ from charonia.events import exception_event
 from charonia.serving.requests.raw_request import Outputs
 from charonia.serving.requests.tensors import INTERNAL_ERROR, error_response, response
 
-Polled = TypeVar("Polled", bound=Hashable)
-
 
 class Responder(Protocol):
     """Takes the answer to one request: responses, the last of which is final, or an error.
@@ -51,6 +49,20 @@ class Responder(Protocol):
 
 LogFields = Mapping[str, str | None]
 """The names of a request in the log, see `events.request_fields`."""
+
+
+class Polled(Hashable, Protocol):
+    """A request that is polled.
+
+    Attributes:
+        log_fields: its names in the log.
+    """
+
+    @property
+    def log_fields(self) -> LogFields: ...
+
+
+P = TypeVar("P", bound=Polled)
 
 
 def fail(
@@ -165,7 +177,7 @@ class _LateEnd(NamedTuple):
     end: Callable[[], None]
 
 
-class CancellationPoller(Generic[Polled]):
+class CancellationPoller(Generic[P]):
     """Polls live requests, in a thread of its own, for clients that have disconnected.
 
     Triton does not report disconnected clients. It must be asked, and each question is a round trip
@@ -189,24 +201,22 @@ class CancellationPoller(Generic[Polled]):
     INTERVAL_S = 0.05
     LATE_END_S = 0.2
 
-    def __init__(
-        self, on_cancelled: Callable[[Polled], None], *, log: Callable[[str], None]
-    ) -> None:
+    def __init__(self, on_cancelled: Callable[[P], None], *, log: Callable[[str], None]) -> None:
         self._on_cancelled = on_cancelled
         self._log = log
-        self._responders: dict[Polled, Responder] = {}
+        self._responders: dict[P, Responder] = {}
         self._late_ends: deque[_LateEnd] = deque()
         self._stop = threading.Event()
         self._has_work = threading.Event()
         self._thread = threading.Thread(target=self._run, name="charonia-polling", daemon=True)
         self._thread.start()
 
-    def add(self, request: Polled, responder: Responder) -> None:
+    def add(self, request: P, responder: Responder) -> None:
         """Begin to poll for a request."""
         self._responders[request] = responder
         self._has_work.set()
 
-    def remove(self, request: Polled) -> None:
+    def remove(self, request: P) -> None:
         """Stop polling for a request, if that has not ended yet."""
         self._responders.pop(request, None)
 
@@ -253,13 +263,13 @@ class CancellationPoller(Generic[Polled]):
                 if self._stop.wait(pause):
                     return
 
-    def _ask(self, request: Polled, responder: Responder) -> None:
+    def _ask(self, request: P, responder: Responder) -> None:
         try:
             if responder.is_cancelled() and self._responders.pop(request, None) is not None:
                 self._on_cancelled(request)
         except Exception:
             self._responders.pop(request, None)
-            self._log(f"error: a client could not be asked after: {traceback.format_exc()}")
+            self._log(exception_event("client_not_polled", **request.log_fields))
 
     def _send_late_ends(self, *, until: float) -> None:
         while self._late_ends and self._late_ends[0].at <= until:
