@@ -8,7 +8,7 @@ compared with its whole steps. The demo model is the smallest that there is: oth
 steps, and lose less. Of both the best of several repetitions counts, as other work on the machine
 only adds to them.
 
-Beside it: the thread that hands the numbers to Triton twice a second. Its processor time is read
+Beside it: the thread that hands the numbers to Triton once a second. Its processor time is read
 from the kernel, in a server that does nothing and in one that decodes so many requests at once.
 The thread waits for tritonserver's answer to each number. What answering costs is not told apart
 from the rest of that process. So all that an idle tritonserver computes is shown, too: answering

@@ -1,6 +1,6 @@
 """Exports the engine service's metrics to Triton's own metrics page.
 
-Owns the families at Triton. A thread updates them twice a second, and again whenever
+Owns the families at Triton. A thread updates them once a second, and again whenever
 the page is about to be read (`page_socket`). Must not know what the numbers mean.
 
 One update is a round trip of 15 to 43 µs, and a Triton histogram takes one value at a time. Two
@@ -28,7 +28,7 @@ from charonia.metrics.metrics import Metrics, Series
 from charonia.metrics.other_names import gauges_of_others, infos_of_vllm, shown_again
 from charonia.metrics.page_socket import HistogramState, SchedulerMetrics
 
-INTERVAL_S = 0.5
+INTERVAL_S = 1.0
 THREAD = "metrics"
 """What the kernel calls the thread, as in `top -H`; at most 15 characters."""
 
