@@ -12,8 +12,8 @@ Beside it: the thread that hands the numbers to Triton once a second. Its proces
 from the kernel, in a server that does nothing and in one that decodes so many requests at once.
 The thread waits for tritonserver's answer to each number. What answering costs is not told apart
 from the rest of that process. So all that an idle tritonserver computes is shown, too: answering
-is a part of it. The sum of all three is what metrics cost at most, were all of it in the way of the
-steps.
+is a part of it. The sum of all three is what metrics would cost, were all of it in the way of the
+steps; tritonserver's part under load is not in it.
 
 Not in it: scrapes, see `make bench-observing`.
 """
@@ -137,14 +137,14 @@ def measure_beside(rows: int) -> tuple[Beside, Beside]:
     settings = engine_settings("demo")
     side = ObservedSide(DEMO_CHECKPOINT, settings, is_traced=False, is_read=False)
     try:
-        new_waves = lambda: draw_waves("demo", random.Random(0), rows, 1)  # noqa: E731
-        side.run(new_waves())
+        waves = draw_waves("demo", random.Random(0), rows, 1)
+        side.run(waves)
         idle = ProcessorTime(side.server)
         time.sleep(LEAST_S)
         at_rest, busy = idle.per_second(), ProcessorTime(side.server)
         ends_at = time.monotonic() + LEAST_S
         while time.monotonic() < ends_at:
-            side.run(new_waves())
+            side.run(waves)
         return at_rest, busy.per_second()
     finally:
         side.close()
@@ -169,7 +169,7 @@ def main() -> None:
         ["the updating thread, under load, of one core", f"{100 * busy.thread:.2f} %"],
         ["the updating thread, at rest, of one core", f"{100 * at_rest.thread:.2f} %"],
         ["all of tritonserver, at rest, of one core", f"{100 * at_rest.tritonserver:.2f} %"],
-        ["the first, the second and the last share together", f"{100 * together:.2f} %"],
+        ["metrics of a step, the thread under load and tritonserver", f"{100 * together:.2f} %"],
         [f"below {100 * GOAL:g} %", "yes" if together < GOAL else "no"],
     ]
     print(markdown_table([f"{options.rows} rows", ""], lines))

@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 from charonia.metrics.metric_table import BY_NAME, METRICS, OLDEST
 from charonia.metrics.metrics import Metrics
 from charonia.metrics.triton_page import THREAD, MetricsExporter
+from support.waiting import eventually
 
 SHARED = ("model", "version", "model_name", "engine")
 """Labels that are not a series' own."""
@@ -216,9 +216,7 @@ def test_nothing_goes_to_triton_before_the_start_and_after_the_end() -> None:
 def test_top_shows_its_thread_by_name() -> None:
     before = thread_names().count(THREAD)  # other tests leave theirs open
     _, exporter = make(Metrics())
-    deadline = time.monotonic() + 10.0
-    while thread_names().count(THREAD) == before:
-        assert time.monotonic() < deadline, thread_names()
+    eventually(lambda: thread_names().count(THREAD) > before)
     exporter.close()
     assert thread_names().count(THREAD) == before
 
