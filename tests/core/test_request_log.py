@@ -1,9 +1,16 @@
 """Lines about the life of requests: when there are any, and what they show of a prompt."""
 
+import pytest
+
 from charonia.core.generation_request import GenerationRequest
 from charonia.core.output.outputs import Chunk
 from charonia.core.request_log import FollowedRequest, RequestLog
-from charonia.errors import QueueFullError
+from charonia.errors import (
+    CharoniaError,
+    QueueFullError,
+    RequestCancelledError,
+    RequestQuarantinedError,
+)
 from charonia.events import Level, Log, parse_event
 from charonia.protocol import SamplingParams
 
@@ -37,7 +44,11 @@ class Bench:
 
 def test_nothing_is_made_where_nobody_wants_details() -> None:
     bench = Bench("info", max_prompt=5)
-    assert bench.log.follow(REQUEST, 0.0) is None
+    followed = bench.follow()
+    followed.note_started()
+    followed.note(Chunk("k", "a", (1,), num_open=1))
+    followed.note(Chunk("k", "b", (2,), finish_reason="stop"))
+    bench.follow().note(Chunk("k", error=RequestCancelledError("its client has gone")))
     bench.log.note_refused(QueueFullError("full"), REQUEST.log_fields)
     assert (bench.lines, bench.num_decoded) == ([], 0)
 
@@ -71,12 +82,24 @@ def test_each_line_has_the_names_of_the_request() -> None:
     assert "outcome=length prompt_tokens=26 tokens=4" in bench.lines[-1]
 
 
-def test_a_request_that_fails_says_why() -> None:
-    bench = Bench()
-    bench.follow().note(Chunk("k", error=QueueFullError("a b" * 500)))
+@pytest.mark.parametrize("level", ["info", "debug"])
+@pytest.mark.parametrize(
+    ("error", "of_line"),
+    [(QueueFullError("a b" * 500), "warning"), (RequestQuarantinedError("a b" * 500), "error")],
+)
+def test_a_request_that_the_server_fails_says_why_at_any_level(
+    level: Level, error: CharoniaError, of_line: Level
+) -> None:
+    bench = Bench(level)
+    followed = bench.follow()
+    followed.note(Chunk("k", "a", (1,), num_open=1))
+    followed.note(Chunk("k", error=error))
     found = parse_event(bench.lines[-1])
     assert found is not None
-    assert (found[1]["outcome"], len(found[1]["reason"])) == ("queue_full", 500)
+    name, fields = found
+    assert (name, fields["level"], fields["outcome"]) == ("request_ended", of_line, error.kind)
+    assert (len(fields["reason"]), fields["tokens"]) == (500, "1")
+    assert (fields["request_id"], fields["trace_id"]) == ("7", REQUEST.trace_id)
 
 
 def test_a_level_that_changes_meanwhile_ends_the_lines() -> None:

@@ -36,9 +36,9 @@ def hand_on(pb_utils: PbUtils, tmp_path: Path, log: list[str]) -> Iterator[Calla
     host = PostprocessorHost(pb_utils, "scheduler", tmp_path, log=log.append)
     numbers = itertools.count(1)
 
-    def one(key: str, *, has_gone: bool = False) -> dict[str, Any]:
+    def one(key: str, *, has_gone: bool = False, tenant: str = "") -> dict[str, Any]:
         chunk = np.array([b"a"], dtype=object)
-        name = np.array([f"{key}.{next(numbers)}".encode()], dtype=object)
+        name = np.array([f"{key}.{next(numbers)}.{tenant}".encode()], dtype=object)
         request: Any = request_of(chunk_text_output=chunk, request_key=name)
         request.is_cancelled = lambda: has_gone
         request.request_id = lambda: "7"
@@ -64,21 +64,30 @@ def test_a_chunk_that_cannot_be_handed_on_is_in_the_log_under_the_name_of_its_re
     def fail() -> Any:
         raise OSError("no such thing")
 
+    def go_on() -> Any:
+        return [key]
+
     host = PostprocessorHost(pb_utils, "scheduler", tmp_path, log=log.append)
+    (key,) = request_of(request_key=np.array([f"{KEY}.1.a.b\nc".encode()], dtype=object)).inputs()
     request: Any = request_of()
-    request.request_id, request.inputs = lambda: "7", fail
-    (response,) = host.execute([request])
-    assert "internal error" in response.error().message()
-    ((name, fields),) = filter(None, map(parse_event, log))
-    assert (name, fields["request_id"]) == ("request_failed", "7")
-    assert "no such thing" in fields["traceback"]
+    request.request_id, request.is_cancelled = lambda: "7", fail
+    for inputs in (fail, go_on):
+        request.inputs = inputs
+        (response,) = host.execute([request])
+        assert "internal error" in response.error().message()
+    found = [*filter(None, map(parse_event, log))]
+    assert [name for name, _ in found] == ["request_failed"] * 2
+    assert [fields.get("tenant") for _, fields in found] == [None, "a.b\nc"]
+    for _, fields in found:
+        assert fields["request_id"] == "7"
+        assert "no such thing" in fields["traceback"]
 
 
 def test_one_that_ends_in_order_has_lost_nothing(
     scheduler: SchedulerEnd, tmp_path: Path, pb_utils: PbUtils
 ) -> None:
     host = PostprocessorHost(pb_utils, "scheduler", tmp_path, log=print)
-    name = np.array([f"{KEY}.1".encode()], dtype=object)
+    name = np.array([f"{KEY}.1.".encode()], dtype=object)
     request: Any = request_of(request_key=name)
     request.is_cancelled = lambda: False
     host.execute([request])
@@ -120,12 +129,12 @@ def test_without_a_scheduler_chunks_are_handed_on_and_not_each_asks_for_it(
     monkeypatch.setattr(postprocessor_host, "time", clock)
     pb_utils.refusal = "it is not ready"
     for _ in range(3):
-        assert hand_on(KEY, has_gone=True) == {"text_output": [b"a"]}
+        assert hand_on(KEY, has_gone=True, tenant="t") == {"text_output": [b"a"]}
     assert pb_utils.num_calls == 1
     (told,) = log
     assert parse_event(told) == (
         "chunk_not_reported",
-        {"level": "warning", "request_id": "7", "reason": "it is not ready"},
+        {"level": "warning", "request_id": "7", "tenant": "t", "reason": "it is not ready"},
     )
     pb_utils.refusal = None
     clock.now += postprocessor_host._TRY_AGAIN_S + 1

@@ -11,6 +11,7 @@ from charonia.errors import (
     PromptTooLongError,
     RequestTimeoutError,
 )
+from charonia.protocol.sampling_params import MAX_CHARACTERS
 from charonia.serving.conventions.interface import FLAGS
 from charonia.serving.conventions.schema import (
     CancelCall,
@@ -394,7 +395,7 @@ OF_TRITON, OF_CLIENT = (f"00-{digit * 32}-00f067aa0ba902b7-01" for digit in "12"
         (OF_TRITON, OF_CLIENT, OF_CLIENT),  # Triton lost the client's, and began its own
         (OF_TRITON, OF_TRITON.replace("-00f0", "-10f0"), OF_TRITON),  # Triton's span is below it
         (OF_TRITON, f"{OF_CLIENT[:-2]}00", OF_TRITON),  # nobody records the client's
-        (None, f"{OF_CLIENT[:-2]}00", None),
+        (None, f"{OF_CLIENT[:-2]}00", f"{OF_CLIENT[:-2]}00"),  # which the log may name
         (OF_TRITON, "other", OF_TRITON),
         (OF_TRITON, 7, OF_TRITON),
     ],
@@ -405,6 +406,31 @@ def test_a_request_is_in_its_clients_trace(
     request = pb_utils.Request([], parameters_json=json.dumps({"traceparent": given}))
     request.trace_context = context and json.dumps({"traceparent": context})
     assert read_request(request).traceparent == expected
+
+
+def test_over_http_a_header_may_have_any_case(pb_utils: Any) -> None:
+    request = pb_utils.Request([], parameters_json=json.dumps({"Traceparent": OF_CLIENT}))
+    assert read_request(request).traceparent == OF_CLIENT
+
+
+@pytest.mark.parametrize(
+    ("parameters", "text", "tenant"),
+    [
+        ({}, None, None),
+        ({"tenant": "a"}, None, "a"),
+        ({"tenant": "a"}, '{"tenant": "b"}', "b"),
+        ({"tenant": "a"}, '{"top_k": 1}', "a"),
+        ({"tenant": "a"}, '{"tenant": ', "a"),
+        ({"tenant": 7}, '["tenant"]', None),
+        ({}, '{"tenant": null}', None),
+        ({"tenant": "a" * 2000}, None, "a" * MAX_CHARACTERS["tenant"]),
+    ],
+)
+def test_a_line_names_the_tenant_that_a_request_names_wherever_it_does(
+    parameters: dict[str, Any], text: str | None, tenant: str | None
+) -> None:
+    tensors = {} if text is None else {"sampling_parameters": np.array([text.encode()], object)}
+    assert RawRequest(tensors, parameters).log_fields["tenant"] == tenant
 
 
 def test_of_several_contexts_the_last_one_counts(pb_utils: Any) -> None:

@@ -347,15 +347,16 @@ def test_an_error_does_not_wait_for_ever_for_reports(
     assert harness.quota.held == (0, 0)
 
 
-def test_each_response_of_a_named_request_has_its_number(
+def test_each_response_of_a_named_request_has_its_number_and_tenant(
     harness: Harness, new_responder: Any
 ) -> None:
     responder = new_responder()
-    sink = harness.sessions.open("k", NAMED, str, responder)
+    sink = harness.sessions.open("k", NAMED, str, responder, tenant="t")
     for step in range(3):
         sink(chunk(step, is_last=step == 2))
         eventually(lambda step=step: len(responder.sent) == step + 1)
-    assert [outputs["request_key"] for outputs, _ in responder.sent] == [["k.1"], ["k.2"], ["k.3"]]
+    keys = [outputs["request_key"] for outputs, _ in responder.sent]
+    assert keys == [["k.1.t"], ["k.2.t"], ["k.3.t"]]
 
 
 def test_what_requests_hold_is_bounded_and_given_back(harness: Harness, new_responder: Any) -> None:

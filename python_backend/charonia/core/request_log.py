@@ -1,12 +1,12 @@
-"""Lines about the life of each request, at the level "debug".
+"""Lines about the life of each request.
 
 Owns these lines. Must not know where they go, nor who serves requests.
 
     request_received ──► request_started ──► request_first_token ──► request_ended
                     └──► request_refused
 
-A request that comes while the level is another one is not followed, and costs one look at the
-level.
+They are details, at the level "debug", but for the end of a request that the server failed. A
+request that comes while the level is another one costs one look at the level.
 """
 
 import time
@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 
 from charonia.core.generation_request import GenerationRequest
 from charonia.core.output.outputs import Chunk
-from charonia.errors import CharoniaError
-from charonia.events import Log, debug_event
+from charonia.errors import CharoniaError, UnavailableError
+from charonia.events import Log, debug_event, error_event, warning_event
 
 MAX_REASON = 500
 """Limit for a reason in the log, in characters."""
@@ -48,10 +48,16 @@ class RequestLog:
             arrived_at: its arrival, by the monotonic clock.
 
         Returns:
-            Is told what becomes of it; None if no details are wanted.
+            Is told what becomes of it; None for a probe.
         """
-        if request.is_probe or not self._log.shows("debug"):
+        if request.is_probe:
             return None
+        has_details = self._log.shows("debug")
+        if has_details:
+            self._note_received(request)
+        return FollowedRequest(request, arrived_at, self._log, has_details=has_details)
+
+    def _note_received(self, request: GenerationRequest) -> None:
         params = request.params
         self._log(
             debug_event(
@@ -65,7 +71,6 @@ class RequestLog:
                 prompt=self._prompt(request.prompt_ids),
             )
         )
-        return FollowedRequest(request, arrived_at, self._log)
 
     def note_refused(self, error: CharoniaError, fields: Mapping[str, str | None]) -> None:
         """Note that a request was refused.
@@ -92,45 +97,61 @@ class FollowedRequest:
 
     Args:
         arrived_at: its arrival, by the monotonic clock. log: takes the lines.
+        has_details: whether there is a line whatever becomes of it.
     """
 
     def __init__(
-        self, request: GenerationRequest, arrived_at: float, log: Callable[[str], None]
+        self,
+        request: GenerationRequest,
+        arrived_at: float,
+        log: Callable[[str], None],
+        *,
+        has_details: bool,
     ) -> None:
         self._fields = request.log_fields
         self._arrived_at = arrived_at
         self._log = log
+        self._has_details = has_details
         self._has_started = False
         self._num_tokens = 0
 
     def note_started(self) -> None:
         """Note that its first step begins; further samples are ignored."""
-        if not self._has_started:
+        if self._has_details and not self._has_started:
             self._has_started = True
-            self._say("request_started", queue_seconds=self._age)
+            self._log(debug_event("request_started", **self._fields, queue_seconds=self._age))
 
     def note(self, chunk: Chunk) -> None:
         """Note a chunk of it."""
-        if chunk.token_ids and not self._num_tokens:
-            self._say("request_first_token", seconds=self._age)
+        if self._has_details and chunk.token_ids and not self._num_tokens:
+            self._log(debug_event("request_first_token", **self._fields, seconds=self._age))
         self._num_tokens += len(chunk.token_ids)
         if chunk.is_final:
             self._end(chunk)
 
     def _end(self, last: Chunk) -> None:
+        make = _event_of_end(last.error)
+        if make is debug_event and not self._has_details:
+            return
         timing = {k: v for k, v in (last.timing or {}).items() if not isinstance(v, list)}
-        self._say(
+        line = make(
             "request_ended",
+            **self._fields,
             outcome=last.finish_reason if last.error is None else last.error.kind,
             reason=None if last.error is None else str(last.error)[:MAX_REASON],
             prompt_tokens=last.num_prompt_tokens or None,
             tokens=self._num_tokens,
             **timing,
         )
+        self._log(line)
 
     @property
     def _age(self) -> float:
         return time.monotonic() - self._arrived_at
 
-    def _say(self, name: str, **fields: object) -> None:
-        self._log(debug_event(name, **self._fields, **fields))
+
+def _event_of_end(error: CharoniaError | None) -> Callable[..., str]:
+    """Makes the line of a request's end; it is a detail if the server has not failed it."""
+    if error is None or error.is_clients_doing:
+        return debug_event
+    return warning_event if isinstance(error, UnavailableError) else error_event

@@ -76,7 +76,7 @@ class _Accepted:
     """An accepted request that has not ended.
 
     Attributes:
-        sink: takes its chunks. followed: writes log lines about it; None without details.
+        sink: takes its chunks. followed: writes log lines about it; None for a probe.
         recorded: writes its line of the record; None without a record.
     """
 

@@ -7,19 +7,14 @@ from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from charonia.errors import ConfigError
-from charonia.supervision.models.server_options import header_pattern
 from charonia.tracing.endpoint import traces_url
-from charonia.tracing.traceparent import TRACEPARENT
 
 
 def trace_options(endpoint: str, rate: int, others: Sequence[str] = ()) -> list[str]:
     """Options of tritonserver that trace one in `rate` requests, or with 0 only what clients trace.
 
-    Clients' contexts are forwarded over gRPC, too, since Triton loses some: see `traceparent_of`.
-
     Args:
-        others: what it is started with besides. Their settings of traces count, and what they
-            forward is forwarded.
+        others: what it is started with besides. Their settings of traces count.
 
     Returns:
         All options, the others among them.
@@ -39,9 +34,4 @@ def trace_options(endpoint: str, rate: int, others: Sequence[str] = ()) -> list[
         "level=TIMESTAMPS",
         f"rate={rate}",
     )
-    forwarded = "|".join(filter(None, (header_pattern(others, "grpc"), f"^{TRACEPARENT}$")))
-    return [
-        *(f"--trace-config={setting}" for setting in settings),
-        *others,
-        f"--grpc-header-forward-pattern={forwarded}",
-    ]
+    return [*(f"--trace-config={setting}" for setting in settings), *others]

@@ -26,6 +26,7 @@ from charonia.errors import CrashError, LaunchError, LostError, NotReadyError
 from charonia.launch.server import processes
 from charonia.launch.server.discovery import PACKAGE_PARENT, default_repository, find_tritonserver
 from charonia.launch.server.guard import make_guard
+from charonia.launch.server.header_options import header_options
 from charonia.launch.server.logs import crash_reason, failure_reason, is_interesting
 from charonia.launch.server.runtime_dir import LOG_LEVEL_FILE, SERVER_FILE, RuntimeDir
 from charonia.launch.server.stacks import stack_limit
@@ -465,7 +466,8 @@ class TritonServer:
             check_further_option(option, {*options, *_FOR_CHARONIA_TO_CHOOSE})
         flags = [f"--{name}={value}" for name, value in options.items()]
         binary = str(self._installation.binary)
-        return [binary, "--disable-auto-complete-config", *flags, *self._further_options]
+        further = [*self._further_options, *header_options(self._further_options)]
+        return [binary, "--disable-auto-complete-config", *flags, *further]
 
     def _says_ready(self) -> bool:
         """Whether all models are ready, and the metrics page can be read.

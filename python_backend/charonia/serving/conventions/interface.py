@@ -21,6 +21,7 @@ INPUT_IDS = "input_ids"
 DRAFT_IDS = "draft_input_ids"
 CANCEL_SAMPLES = "cancel_samples"
 REQUEST_KEY = "request_key"
+SAMPLING_PARAMETERS = "sampling_parameters"
 PROMPT_TEXT = "prompt_text"
 
 CHUNK_PREFIX = "chunk_"
@@ -148,7 +149,7 @@ INPUTS = (
         ONE,
         "one response per new text; by default one response in all. Not on `generate`",
     ),
-    Tensor("sampling_parameters", "STRING", ONE, "a JSON object, at most 1 MiB"),
+    Tensor(SAMPLING_PARAMETERS, "STRING", ONE, "a JSON object, at most 1 MiB"),
     Tensor(
         "exclude_input_in_output",
         "BOOL",
@@ -192,7 +193,7 @@ MODELS: Mapping[str, ModelTensors] = {
     "scheduler": ModelTensors((*INPUTS, _PROBE, *_BETWEEN), (*OUTPUTS, _KEY_OF_CHUNK)),
     "generate": ModelTensors(tuple(one for one in INPUTS if one.name != "stream"), OUTPUTS),
     "tokenizer": ModelTensors(
-        _inputs({"text_input", INPUT_IDS, "sampling_parameters", "cancel"}),
+        _inputs({"text_input", INPUT_IDS, SAMPLING_PARAMETERS, "cancel"}),
         (*_inputs({INPUT_IDS}), *_BETWEEN),
     ),
     "postprocessor": ModelTensors(

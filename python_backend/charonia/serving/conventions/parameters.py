@@ -19,10 +19,11 @@ from charonia.protocol import (
     check_no_beam_search,
 )
 from charonia.sampling_defaults import NO_DEFAULTS, SamplingDefaults
+from charonia.tracing.traceparent import TRACEPARENT
 
 _INTEGER = re.compile(r"[+-]?\d{1,20}")
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
-_NOT_OURS = ("id", "timeout")
+_NOT_OURS = ("id", "timeout", TRACEPARENT)
 _NOT_OURS_PREFIX = "sequence_"
 
 

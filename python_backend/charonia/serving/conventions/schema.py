@@ -34,6 +34,7 @@ from charonia.serving.conventions.interface import (
     INPUT_IDS,
     PROMPT_TEXT,
     REQUEST_KEY,
+    SAMPLING_PARAMETERS,
 )
 from charonia.serving.conventions.parameters import (
     OF_REQUESTS,
@@ -400,7 +401,7 @@ def _sampling_values(raw: RawRequest) -> Mapping[str, Any]:
 
     The parameters of `OF_REQUESTS` count in both places.
     """
-    text = read_text(raw.tensors, "sampling_parameters", partial(_check_bytes, MAX_SAMPLING_BYTES))
+    text = read_text(raw.tensors, SAMPLING_PARAMETERS, partial(_check_bytes, MAX_SAMPLING_BYTES))
     if text is None:
         return raw.parameters
     try:

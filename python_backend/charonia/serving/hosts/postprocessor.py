@@ -7,6 +7,8 @@ Triton takes any number of responses from a step and keeps them for the next one
 has only a few responses of each request under way, see `sessions`, and sends more after a report.
 """
 
+import contextlib
+import json
 import re
 import time
 from collections.abc import Callable
@@ -27,7 +29,7 @@ from charonia.serving.requests.responders import answered
 from charonia.serving.requests.tensors import traceparent_of
 from charonia.tracing.traceparent import trace_id_of
 
-_KEY = re.compile(rb"([0-9a-f]{32})\.([0-9]{1,9})")
+_KEY = re.compile(rb"([0-9a-f]{32})\.([0-9]{1,9})\.(.*)", re.DOTALL)
 _NUM_REMEMBERED = 4096
 """Cancelled requests that are remembered, so that each is cancelled only once."""
 _TRY_AGAIN_S = 5.0
@@ -76,7 +78,8 @@ class PostprocessorHost:
                 name = chunk.name().removeprefix(CHUNK_PREFIX)
                 outputs.append(self._pb_utils.Tensor(name, np.array(chunk.as_numpy())))
             else:
-                self._report(*_key_and_number(chunk.as_numpy()), request)
+                key, number, _ = _parts_of_key(chunk.as_numpy())
+                self._report(key, number, request)
         return self._pb_utils.InferenceResponse(outputs)
 
     def _report(self, key: str, number: int, request: Any) -> None:
@@ -115,14 +118,10 @@ class PostprocessorHost:
             self._client = None
 
 
-def _log_fields(request: Any) -> dict[str, str | None]:
-    """The names of a request in the log; the ensemble keeps its tenant to itself."""
-    trace_id = trace_id_of(traceparent_of(request, {}))
-    return request_fields(request_id=request.request_id(), tenant=None, trace_id=trace_id)
+def _parts_of_key(array: Array) -> tuple[str, int, str]:
+    """The scheduler's key of a request, the number of this response, and the tenant.
 
-
-def _key_and_number(array: Array) -> tuple[str, int]:
-    """The scheduler's key of a request, and the number of this response.
+    See `Session.chunk_key`.
 
     Raises:
         InvalidRequestError: the scheduler did not make it.
@@ -131,4 +130,15 @@ def _key_and_number(array: Array) -> tuple[str, int]:
     match = _KEY.fullmatch(text) if isinstance(text, bytes) else None
     if match is None:
         raise InvalidRequestError(f"{REQUEST_KEY} must be one string that the scheduler made")
-    return match[1].decode(), int(match[2])
+    return match[1].decode(), int(match[2]), match[3].decode(errors="replace")
+
+
+def _log_fields(request: Any) -> dict[str, str | None]:
+    """The names of a request in the log, as far as they can be read; only asked for a line."""
+    tenant = trace_id = None
+    with contextlib.suppress(Exception):  # whatever failed before may fail again
+        trace_id = trace_id_of(traceparent_of(request, json.loads(request.parameters() or "{}")))
+        for chunk in request.inputs():
+            if chunk.name() == REQUEST_KEY:
+                _, _, tenant = _parts_of_key(chunk.as_numpy())
+    return request_fields(request_id=request.request_id(), tenant=tenant, trace_id=trace_id)

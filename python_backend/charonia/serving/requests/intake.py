@@ -30,7 +30,7 @@ from charonia.errors import (
     RequestCancelledError,
     UnavailableError,
 )
-from charonia.events import exception_event, request_fields
+from charonia.events import exception_event
 from charonia.protocol import SamplingParams
 from charonia.sampling_defaults import SamplingDefaults
 from charonia.serving.conventions.interface import DRAFT_IDS
@@ -45,14 +45,13 @@ from charonia.serving.requests.cancellations import Cancellations
 from charonia.serving.requests.probing import Prober
 from charonia.serving.requests.raw_request import Outputs, RawRequest
 from charonia.serving.requests.request_key import Sealer
-from charonia.serving.requests.responders import Responder, failing_with_errors
+from charonia.serving.requests.responders import LogFields, Responder, failing_with_errors
 from charonia.serving.requests.sessions import Sessions
 from charonia.serving.requests.tensors import INTERNAL_ERROR
 from charonia.serving.requests.tokenizing import INLINE_CHARACTERS, Prompt, Tokenizing
 from charonia.serving.requests.traced import ending_with_errors, note_call
 from charonia.text.tokenizer import Tokenizer
 from charonia.tracing.request_trace import RequestTrace
-from charonia.tracing.traceparent import trace_id_of
 
 BeginTrace = Callable[[str | None, float], RequestTrace | None]
 NOTHING: Outputs = {"text_output": [""]}
@@ -132,7 +131,7 @@ class Intake:
             with self._counting():
                 raw = read()
             log_fields.update(raw.log_fields)
-            with self._counting(raw.request_id, trace_id=trace_id_of(raw.traceparent)):
+            with self._counting(raw.log_fields):
                 call = parse(
                     raw,
                     relayed_key,
@@ -195,23 +194,18 @@ class Intake:
 
     @contextlib.contextmanager
     def _counting(
-        self,
-        request_id: str = "",
-        params: SamplingParams | None = None,
-        trace_id: str | None = None,
+        self, log_fields: LogFields | None = None, params: SamplingParams | None = None
     ) -> Iterator[None]:
         """Count and log refusals before the service, which does it with its own.
 
         Args:
-            request_id, params, trace_id: of the request, if they are known.
+            log_fields, params: of the request, if they are known.
         """
         try:
             yield
         except CharoniaError as error:
             self._service.count_rejection(error, params)
-            tenant = None if params is None else params.tenant
-            fields = request_fields(request_id=request_id, tenant=tenant, trace_id=trace_id)
-            self._request_log.note_refused(error, fields)
+            self._request_log.note_refused(error, log_fields or {})
             raise
 
     def _generate(
@@ -221,7 +215,7 @@ class Intake:
         tenant = call.params.tenant
         if trace is not None:
             note_call(trace, call, self._service.engine_args.model)
-        with self._counting(call.request_id, call.params, call.trace_id):
+        with self._counting(call.log_fields, call.params):
             self._service.check_tenant(call.params, self._tokenizing.num_of(tenant))
             self._check_drafts(call)
             self._check_length(1 if call.prompt_ids is None else call.prompt_ids.size)
@@ -243,7 +237,7 @@ class Intake:
             if request is not None:
                 self._submit(request, arrived_at, sink)
             else:
-                with self._counting(call.request_id, call.params, call.trace_id):
+                with self._counting(call.log_fields, call.params):
                     self._tokenize_later(call, arrived_at, sink, trace)
         except BaseException:
             self._sessions.drop(call.key)

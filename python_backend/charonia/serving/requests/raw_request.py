@@ -4,6 +4,8 @@ Owns its form, and the Python types of tensors. Must not know where it came from
 `tensors`, or a socket, see `relay`.
 """
 
+import contextlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +15,7 @@ import numpy.typing as npt
 
 from charonia.events import request_fields
 from charonia.protocol.sampling_params import MAX_CHARACTERS
-from charonia.serving.conventions.interface import OUTPUTS, Datatype
+from charonia.serving.conventions.interface import OUTPUTS, SAMPLING_PARAMETERS, Datatype
 from charonia.tracing.traceparent import trace_id_of
 
 Array = npt.NDArray[Any]
@@ -40,7 +42,7 @@ class RawRequest:
         tensors: the inputs that are present, by name. parameters: the request's own parameters.
         timeout_us: gRPC's timeout in microseconds; 0 is none. num_bytes: size of the request.
         output_names: outputs that the client wants; all if it named none.
-        traceparent: its W3C trace context; None if Triton does not trace it.
+        traceparent: its W3C trace context, sampled or not; None if it came with none.
     """
 
     tensors: Mapping[str, Array]
@@ -54,12 +56,23 @@ class RawRequest:
     @property
     def log_fields(self) -> dict[str, str | None]:
         """The fields of lines that concern it. Its tenant is the one that it names itself."""
-        tenant = self.parameters.get("tenant")
+        tenant = self._named("tenant")
         return request_fields(
             request_id=self.request_id,
             tenant=tenant[: MAX_CHARACTERS["tenant"]] if isinstance(tenant, str) else None,
             trace_id=trace_id_of(self.traceparent),
         )
+
+    def _named(self, name: str) -> object:
+        """A sampling parameter, wherever it is; None without it, or if it cannot be read."""
+        array = self.tensors.get(SAMPLING_PARAMETERS)
+        text = None if array is None or array.size != 1 else array.item()
+        if isinstance(text, bytes) and name.encode() in text:
+            with contextlib.suppress(ValueError, RecursionError):
+                values = json.loads(text)
+                if isinstance(values, dict) and name in values:
+                    return values[name]
+        return self.parameters.get(name)
 
 
 def num_bytes_of(array: Array) -> int:

@@ -93,7 +93,7 @@ def chunk_outputs(
     """The outputs of one response.
 
     Args:
-        request_key: for the model that reports the response, if any does.
+        request_key: `Session.chunk_key`, for the model that reports the response, if any does.
     """
     names = [one.name for one in OUTPUTS if one.name in options.names]
     values = {name: getattr(answer, name) for name in names}

@@ -88,6 +88,11 @@ class Session:
         )
 
     @property
+    def chunk_key(self) -> str:
+        """The key of the response that is being sent: its own, its number, and the tenant."""
+        return f"{self.key}.{self.num_sent}.{self.name[1]}"
+
+    @property
     def num_under_way(self) -> int:
         """Responses that were sent but not reported."""
         return self.num_sent - self.num_delivered

@@ -451,7 +451,7 @@ class Sessions:
     def _send_outputs(self, session: Session, chunks: list[Chunk], *, is_final: bool) -> None:
         echo = session.echo() if session.options.has_echo else ""
         answer = Answer(session.merged(chunks), echo, self._tokenizer)
-        outputs = chunk_outputs(answer, session.options, f"{session.key}.{session.num_sent}")
+        outputs = chunk_outputs(answer, session.options, session.chunk_key)
         if is_final:
             self._end(session.key)
         session.responder.send(outputs, is_final=is_final)

@@ -67,19 +67,19 @@ def traceparent_of(request: Any, parameters: Mapping[str, Any]) -> str | None:
 
     Over gRPC Triton 2.51.0 at times fails to read a client's context. It seems to take what lies in
     memory behind the header as a part of it. It then does not trace the request, or begins another
-    trace.
+    trace. Without traces Triton reads none, and the client's is for the log.
 
     Args:
-        parameters: of the request; they have the header if Triton forwards it. Models within an
-            ensemble do not get it.
+        parameters: of the request; they have the header if Triton forwards it, in any case over
+            HTTP.
     """
     text = request.trace().get_context()
     context = json.loads(text).get("traceparent") if text else None
-    given = parameters.get(TRACEPARENT)
+    given = next((parameters[name] for name in parameters if name.lower() == TRACEPARENT), None)
     clients = parse_traceparent(given) if isinstance(given, str) else None
-    if clients is None or not clients.is_sampled or clients.hex_trace_id == trace_id_of(context):
+    if clients is None or clients.hex_trace_id == trace_id_of(context):
         return context
-    return clients.traceparent
+    return clients.traceparent if clients.is_sampled or context is None else context
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

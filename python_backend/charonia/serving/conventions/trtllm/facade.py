@@ -25,7 +25,7 @@ from charonia.errors import (
 )
 from charonia.protocol import MAX_ENTRIES, UINT64_MAX
 from charonia.serving.conventions.convention import Part
-from charonia.serving.conventions.interface import FLAGS
+from charonia.serving.conventions.interface import FLAGS, SAMPLING_PARAMETERS
 from charonia.serving.conventions.parameters import OF_REQUESTS, PARAMETER_NAMES
 from charonia.serving.conventions.schema import PromptLimits
 from charonia.serving.conventions.trtllm.answers import OUTPUTS, Answer, End
@@ -195,7 +195,7 @@ class Facade(ABC):
         num_sequences = self._num_sequences(row)
         for sequence in range(num_sequences):
             seed = (row.one("random_seed", 0) + sequence) & UINT64_MAX
-            own = tensors | {"sampling_parameters": _json(sampling | {"seed": seed})}
+            own = tensors | {SAMPLING_PARAMETERS: _json(sampling | {"seed": seed})}
             request = replace(
                 raw,
                 tensors=own,
@@ -393,7 +393,7 @@ def _kept(parameters: Mapping[str, Any]) -> dict[str, Any]:
 def _stop(raw: RawRequest) -> RawRequest:
     if not raw.request_id:
         raise ExactTextError(STOP_NEEDS_ID)
-    tensors = {"cancel": np.array([True]), "sampling_parameters": _json({})}
+    tensors = {"cancel": np.array([True]), SAMPLING_PARAMETERS: _json({})}
     return replace(raw, tensors=tensors, output_names=frozenset(), num_bytes=1)
 
 
