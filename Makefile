@@ -32,7 +32,7 @@ help:
 	@echo "make test    all tests but the long ones, with the coverage gate; arguments for pytest in ARGS"
 	@echo "make test-long   the long ones: many random cases, repeated faults, stress; arguments for pytest in ARGS"
 	@echo "make test-page   the gateway's page in a real Chromium; arguments for pytest in ARGS"
-	@echo "make observe-test   dashboards and alerts in a real Prometheus, rules by promtool, the log in a real rsyslog, traces, charonia top; needs these programs; arguments for pytest in ARGS"
+	@echo "make observe-test   dashboards and alerts in a real Prometheus, rules by promtool, the log in a real rsyslog, traces, charonia top, then throughput with all of it on and off; needs these programs; arguments for pytest in ARGS"
 	@echo "make dashboards   write docker/grafana/dashboards"
 	@echo "make dashboards-picture   draw them in front of a server under load; needs prometheus; ARGS=\"--output FOLDER\""
 	@echo "make gateway-clients   official clients against a real gateway, recorded; needs node 20 and npm; arguments in ARGS"
@@ -121,6 +121,7 @@ observe-test: $(KERNELS)
 	    echo "charonia: rsyslogd is needed (Debian: apt-get install rsyslog)" >&2; exit 1; }
 	PROMETHEUS="$${PROMETHEUS:-prometheus}" PROMTOOL="$${PROMTOOL:-promtool}" \
 	    $(BIN)/python tests/run.py -m "not long" --capture no $(OBSERVE_TESTS) $(ARGS)
+	$(BIN)/python loadtests/observing_bench.py --concurrency 8 --repetitions 5 --turn-seconds 5 --output build/observing
 
 dashboards: $(STAMP)
 	$(BIN)/python docker/grafana/dashboards.py

@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ class ObservedSide:
         is_traced: every request is traced, by tritonserver and by the scheduler.
         is_read: its metrics are read during each turn.
         options: further ones of `charonia serve`.
+        source: another checkout whose code serves; None is this one.
 
     Raises:
         SideError: it cannot be started.
@@ -66,6 +68,7 @@ class ObservedSide:
         is_traced: bool,
         is_read: bool,
         options: Sequence[str] = (),
+        source: Path | None = None,
     ) -> None:
         self.reads = self.failed_reads = 0
         self._is_read = is_read
@@ -77,8 +80,12 @@ class ObservedSide:
             arguments += [f"--otlp-traces-endpoint={self._collector.url}", "--trace-rate=1"]
             quick = f"--trace-config=opentelemetry,bsp_schedule_delay={SEND_EVERY_MS}"
             further += ["--", quick]
+        paths = (
+            [] if source is None else [str(source / one) for one in ("python_backend", "client")]
+        )
         try:
-            self._serve([*arguments, *further])
+            with _variable("PYTHONPATH", os.pathsep.join(paths)) if paths else nullcontext():
+                self._serve([*arguments, *further])
         except BaseException:
             self.close()
             raise
@@ -99,7 +106,7 @@ class ObservedSide:
 
     def run(self, waves: Waves) -> list[WaveTrace]:
         """Complete all requests, observed; afterwards nobody is busy with them any more."""
-        with self._reading() if self._is_read else contextlib.nullcontext():
+        with self._reading() if self._is_read else nullcontext():
             traces = run_waves(self._grpc_url, waves)
         if self._collector is not None:
             self._collector.wait_quiet()

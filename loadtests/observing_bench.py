@@ -10,6 +10,8 @@ random order:
     metrics read    the metrics page is read once a second
     traced          every request is traced, by tritonserver and by the scheduler
     everything      both; metrics also by vLLM's names; the log is JSON, at level debug
+    other source    with --source DIR: unobserved, and served by the code of another checkout, such
+                    as one without the lines whose cost is in question
 
 A turn is ten seconds of work or more, and all its spans are sent before the next one begins.
 Readers, a collector that drops what it gets, and the client share the machine's cores. A ratio is
@@ -24,7 +26,7 @@ import contextlib
 import math
 import random
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -50,7 +52,8 @@ from turns import (
 )
 
 OFF, METRICS, TRACES, EVERYTHING = "unobserved", "metrics read", "traced", "everything"
-SIDES = (OFF, METRICS, TRACES, EVERYTHING)
+OTHER = "other source"
+SIDES = (METRICS, TRACES, EVERYTHING)
 GOALS = {METRICS: 0.99}
 """Of tokens per second over those of `OFF`; the others have none."""
 TURN_S = 10.0
@@ -61,7 +64,7 @@ class Case:
     """What was found with one model and so many requests at once.
 
     Attributes:
-        num_waves: of a turn. figures: of each side, one entry per turn.
+        num_waves: of a turn. figures: of each side that took part, one entry per turn.
         reads, failed_reads: of the metrics of each side.
     """
 
@@ -69,6 +72,11 @@ class Case:
     figures: dict[str, list[Figures]]
     reads: dict[str, int] = field(default_factory=dict)
     failed_reads: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def observed(self) -> list[str]:
+        """The sides that are compared with the unobserved one."""
+        return [name for name in self.figures if name != OFF]
 
     def rates(self, name: str) -> list[float]:
         """Tokens per second of a side, turn by turn."""
@@ -80,7 +88,7 @@ class Case:
 
     def as_json(self) -> dict[str, Any]:
         """What is recorded of it."""
-        shares = {name: self.share(name) for name in SIDES[1:]}
+        shares = {name: self.share(name) for name in self.observed}
         ratios = {
             name: asdict(share)
             | ({"goal": GOALS[name], "verdict": _judged(name, share)} if name in GOALS else {})
@@ -95,7 +103,7 @@ Results = dict[tuple[str, int], Case]
 
 def main() -> None:
     """Measure as the command line says."""
-    options = _parser().parse_args()
+    options = read_options()
     stem = output_stem(options.output, "observing")
     exit_on_sigterm("observing_bench")
     about = circumstances("observing_bench.py") | {"repetitions": options.repetitions}
@@ -124,14 +132,14 @@ def measure(model: str, options: argparse.Namespace) -> Iterator[tuple[int, Case
     """
     drawn = random.Random(f"{options.seed} {model}")
     with contextlib.ExitStack() as stack:
-        sides = _start(stack, model)
+        sides = _start(stack, model, options)
         for count in options.concurrency:
             prompts = partial(draw_waves, model, drawn, count)
             num_waves = _waves_of_a_turn(sides[OFF], prompts, count, options.turn_seconds)
             before = {name: (side.reads, side.failed_reads) for name, side in sides.items()}
             figures = take_turns(
                 f"{model}, {count} at once, {num_waves} waves",
-                SIDES,
+                tuple(sides),
                 options.repetitions,
                 drawn,
                 new_waves=partial(prompts, num_waves),
@@ -143,10 +151,12 @@ def measure(model: str, options: argparse.Namespace) -> Iterator[tuple[int, Case
             yield count, Case(num_waves, figures, reads, failed)
 
 
-def _start(stack: contextlib.ExitStack, model: str) -> dict[str, ObservedSide]:
+def _start(
+    stack: contextlib.ExitStack, model: str, options: argparse.Namespace
+) -> dict[str, ObservedSide]:
     checkpoint, settings = checkpoint_of(model), engine_settings(model)
     sides = {}
-    for name in SIDES:
+    for name in options.sides:
         is_everything = name == EVERYTHING
         names = {"scheduler.REPORT_CUSTOM_METRICS": "yes"} if is_everything else {}
         side = sides[name] = ObservedSide(
@@ -155,6 +165,7 @@ def _start(stack: contextlib.ExitStack, model: str) -> dict[str, ObservedSide]:
             is_traced=name in (TRACES, EVERYTHING),
             is_read=name in (METRICS, EVERYTHING),
             options=["--log-format=json", "--log-level=debug"] if is_everything else [],
+            source=options.source if name == OTHER else None,
         )
         stack.callback(side.close)
     return sides
@@ -184,11 +195,13 @@ def _judged(name: str, share: Ratio) -> str:
 def as_markdown(results: Results) -> str:
     """Tokens per second of each side, and its share of what an unobserved server has."""
     rates, shares = [], []
+    first = next(iter(results.values()))
+    are_read = [name for name in (METRICS, EVERYTHING) if name in first.figures]
     for (model, count), case in results.items():
-        medians = [f"{statistics.median(case.rates(name)):,.0f}" for name in SIDES]
-        reads = [f"{case.failed_reads[name]} of {case.reads[name]}" for name in _READ]
+        medians = [f"{statistics.median(case.rates(name)):,.0f}" for name in case.figures]
+        reads = [f"{case.failed_reads[name]} of {case.reads[name]}" for name in are_read]
         rates.append([model, str(count), *medians, *reads])
-        for name in SIDES[1:]:
+        for name in case.observed:
             share, goal = case.share(name), GOALS.get(name)
             interval = share.interval
             shares.append(
@@ -199,24 +212,33 @@ def as_markdown(results: Results) -> str:
                     *(["none", ""] if goal is None else [f"{goal:g}", _judged(name, share)]),
                 ]
             )
-    head = ["model", "at once", *(f"tok/s, {name}" for name in SIDES)]
-    head += [f"failed reads, {name}" for name in _READ]
+    head = ["model", "at once", *(f"tok/s, {name}" for name in first.figures)]
+    head += [f"failed reads, {name}" for name in are_read]
     second = ["model", "at once", "side", f"tok/s over {OFF}", "interval", "goal", "verdict"]
     return f"{markdown_table(head, rates)}\n\n{markdown_table(second, shares)}\n"
 
 
-_READ = (METRICS, EVERYTHING)
-
-
 def write_plot(results: Results, path: Path) -> None:
     """Tokens per second as a share of an unobserved server's; whiskers are all repetitions."""
-    shares = {name: [case.share(name) for case in results.values()] for name in SIDES[1:]}
+    cases = list(results.values())
+    shares = {name: [case.share(name) for case in cases] for name in cases[0].observed}
     write_ratios(path, list(results), shares, "output tokens/s, share of an unobserved server's")
 
 
-def _parser() -> argparse.ArgumentParser:
+def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """What the command line says."""
     parser = make_parser(__doc__)
     add_turns(parser, ["demo"])
+    parser.add_argument(
+        "--sides",
+        nargs="*",
+        choices=SIDES,
+        default=list(SIDES),
+        help=f"which are compared with the one that is {OFF}; all by default",
+    )
+    parser.add_argument(
+        "--source", type=Path, metavar="DIR", help="another checkout, to compare its code as well"
+    )
     parser.add_argument(
         "--turn-seconds",
         type=float,
@@ -225,7 +247,11 @@ def _parser() -> argparse.ArgumentParser:
         help="about how long a turn of the unobserved side is; default: %(default)g",
     )
     add_output(parser, "observing", "png", "md")
-    return parser
+    options = parser.parse_args(arguments)
+    if options.source is not None and not (options.source / "python_backend/charonia").is_dir():
+        parser.error(f"--source {options.source} is no checkout of charonia")
+    options.sides = [OFF, *options.sides, *([OTHER] if options.source else [])]
+    return options
 
 
 if __name__ == "__main__":
