@@ -26,6 +26,8 @@ THEIRS = 'model_name="scheduler", engine=~"0"'
 """How vLLM's own dashboards select."""
 LABEL_VALUES = re.compile(r"label_values\((?P<series>.*), (?P<label>\w+)\)")
 SPECIAL = re.compile(r"[$^*{}\[\]'+?.()|\\]")
+GONE = "10.0.0.1:8002"
+"""A value of which there is nothing any more."""
 TARGETS: dict[str, list[str]] = {}
 """What is scraped, by job."""
 
@@ -97,12 +99,14 @@ def test_the_variables_offer_what_is_scraped(prometheus: Prometheus, dashboard: 
 
 @pytest.mark.parametrize(("dashboard", "expr"), list(panels()))
 def test_a_panel_has_data(prometheus: Prometheus, dashboard: Any, expr: str) -> None:
-    """With the values that are offered, and for those who choose all."""
+    """With the values that are offered, with several, and for those who choose all."""
     every = {variable["name"]: variable["allValue"] for variable in variables_of(dashboard)}
     expr = expr.replace("$__rate_interval", RATE_INTERVAL)
-    chosen = filled(expr, values_of(prometheus, dashboard))
-    assert "$" not in chosen
-    check_data(prometheus, chosen)
+    offered = values_of(prometheus, dashboard)
+    for others in ([], [GONE]):
+        chosen = filled(expr, {name: [*values, *others] for name, values in offered.items()})
+        assert "$" not in chosen
+        check_data(prometheus, chosen)
     for name, value in every.items():
         expr = expr.replace(f"${name}", value)
     check_data(prometheus, expr)
