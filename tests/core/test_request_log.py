@@ -7,9 +7,11 @@ from charonia.core.output.outputs import Chunk
 from charonia.core.request_log import FollowedRequest, RequestLog
 from charonia.errors import (
     CharoniaError,
+    EngineDownError,
     QueueFullError,
     RequestCancelledError,
     RequestQuarantinedError,
+    RequestTimeoutError,
 )
 from charonia.events import Level, Log, parse_event
 from charonia.protocol import SamplingParams
@@ -48,7 +50,8 @@ def test_nothing_is_made_where_nobody_wants_details() -> None:
     followed.note_started()
     followed.note(Chunk("k", "a", (1,), num_open=1))
     followed.note(Chunk("k", "b", (2,), finish_reason="stop"))
-    bench.follow().note(Chunk("k", error=RequestCancelledError("its client has gone")))
+    for error in (RequestCancelledError("its client has gone"), RequestQuarantinedError("no")):
+        bench.follow().note(Chunk("k", error=error))  # these have lines of their own
     bench.log.note_refused(QueueFullError("full"), REQUEST.log_fields)
     assert (bench.lines, bench.num_decoded) == ([], 0)
 
@@ -85,10 +88,15 @@ def test_each_line_has_the_names_of_the_request() -> None:
 @pytest.mark.parametrize("level", ["info", "debug"])
 @pytest.mark.parametrize(
     ("error", "of_line"),
-    [(QueueFullError("a b" * 500), "warning"), (RequestQuarantinedError("a b" * 500), "error")],
+    [
+        (QueueFullError("a b" * 500), None),
+        (RequestTimeoutError("a b" * 500), None),
+        (EngineDownError("a b" * 500), "warning"),
+        (CharoniaError("a b" * 500), "error"),
+    ],
 )
-def test_a_request_that_the_server_fails_says_why_at_any_level(
-    level: Level, error: CharoniaError, of_line: Level
+def test_a_request_that_fails_says_why_at_any_level(
+    level: Level, error: CharoniaError, of_line: Level | None
 ) -> None:
     bench = Bench(level)
     followed = bench.follow()
@@ -97,7 +105,7 @@ def test_a_request_that_the_server_fails_says_why_at_any_level(
     found = parse_event(bench.lines[-1])
     assert found is not None
     name, fields = found
-    assert (name, fields["level"], fields["outcome"]) == ("request_ended", of_line, error.kind)
+    assert (name, fields.get("level"), fields["outcome"]) == ("request_ended", of_line, error.kind)
     assert (len(fields["reason"]), fields["tokens"]) == (500, "1")
     assert (fields["request_id"], fields["trace_id"]) == ("7", REQUEST.trace_id)
 

@@ -127,7 +127,7 @@ def test_a_request_that_fails_has_a_line_at_any_level(
     error = error_of(partial(infer_grpc, server, inputs, request_id="late"))
     assert "[charonia:timeout]" in error.message()
     (line,) = wait_for(lambda: lines_of(server_log, "late"), bool)
-    assert line.startswith("[scheduler] request_ended level=warning key=")
+    assert line.startswith("[scheduler] request_ended key=")
     assert " request_id=late tenant=t outcome=timeout reason=" in line
 
 

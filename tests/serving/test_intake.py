@@ -316,9 +316,12 @@ def test_the_oldest_cancellation_is_forgotten() -> None:
 def test_the_time_of_a_prompt_that_is_tokenized_runs(
     bench: Bench, parameters: dict[str, int], text: str
 ) -> None:
-    error = error_of(bench.take(**parameters))
+    error = error_of(bench.take(request_id="7", **parameters))
     assert isinstance(error, RequestTimeoutError)
     assert str(error) == text
+    ((name, fields),) = filter(None, map(parse_event, bench.requests))
+    assert (name, fields["request_id"], fields["reason"]) == ("request_ended", "7", text)
+    assert "level" not in fields
     assert bench.count("charonia_rejections_total", "timeout") == 1
 
 
@@ -468,6 +471,15 @@ def test_so_is_one_that_cannot_be_understood(bench: Bench, monkeypatch: pytest.M
     assert str(error_of(bench.take("short", request_id="7", tenant="t"))) == INTERNAL_ERROR
     ((name, fields),) = filter(None, map(parse_event, bench.log))
     assert (name, fields["request_id"], fields["tenant"]) == ("request_failed", "7", "t")
+
+
+def test_where_a_header_says_whose_a_request_is_lines_name_no_other(bench: Bench) -> None:
+    bench.intake._tenant_header = "X-Tenant"
+    error = error_of(bench.take("short", tenant="other", **{"X-Tenant": "mine"}))
+    assert "tenant = 'other' is not what the header X-Tenant says" in str(error)
+    error_of(bench.take("short", tenant="other"))
+    refused = [fields for name, fields in filter(None, map(parse_event, bench.requests))]
+    assert [fields.get("tenant") for fields in refused] == ["mine", None]
 
 
 def test_a_prompt_that_cannot_be_tokenized_is_in_the_log_under_the_names_of_its_request(

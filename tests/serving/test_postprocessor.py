@@ -78,6 +78,7 @@ def test_a_chunk_that_cannot_be_handed_on_is_in_the_log_under_the_name_of_its_re
     found = [*filter(None, map(parse_event, log))]
     assert [name for name, _ in found] == ["request_failed"] * 2
     assert [fields.get("tenant") for _, fields in found] == [None, "a.b\nc"]
+    assert [fields.get("key") for _, fields in found] == [None, KEY]
     for _, fields in found:
         assert fields["request_id"] == "7"
         assert "no such thing" in fields["traceback"]
@@ -134,7 +135,13 @@ def test_without_a_scheduler_chunks_are_handed_on_and_not_each_asks_for_it(
     (told,) = log
     assert parse_event(told) == (
         "chunk_not_reported",
-        {"level": "warning", "request_id": "7", "tenant": "t", "reason": "it is not ready"},
+        {
+            "level": "warning",
+            "key": KEY,
+            "request_id": "7",
+            "tenant": "t",
+            "reason": "it is not ready",
+        },
     )
     pb_utils.refusal = None
     clock.now += postprocessor_host._TRY_AGAIN_S + 1

@@ -131,9 +131,13 @@ def test_a_connection_that_nobody_could_read_is_not_kept(
 
 
 def test_requests_of_a_scheduler_that_was_restarted_are_lost_and_say_so(
-    scheduler: SchedulerEnd, tmp_path: Path, host: ProxyHost
+    scheduler: SchedulerEnd, tmp_path: Path, host: ProxyHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    log: list[str] = []
+    monkeypatch.setattr(host, "_log", log.append)
     lost = [text_request(), text_request()]
+    for request, name in zip(lost, "ab", strict=True):
+        request.request_id = lambda name=name: name  # type: ignore[misc]
     host.execute(lost)
     for _ in lost:
         scheduler.next()
@@ -141,6 +145,9 @@ def test_requests_of_a_scheduler_that_was_restarted_are_lost_and_say_so(
     assert [answer_to(request) for request in lost] == [
         (f"{LOST} [charonia:unavailable]", "UNAVAILABLE")
     ] * 2
+    ended = [fields for name, fields in filter(None, map(parse_event, log))]
+    assert {fields["request_id"] for fields in ended} == {"a", "b"}
+    assert {(fields["level"], fields["reason"]) for fields in ended} == {("warning", LOST)}
     restarted = SchedulerEnd(tmp_path)
     request = text_request()
     host.execute([request])

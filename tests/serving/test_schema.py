@@ -408,8 +408,18 @@ def test_a_request_is_in_its_clients_trace(
     assert read_request(request).traceparent == expected
 
 
-def test_over_http_a_header_may_have_any_case(pb_utils: Any) -> None:
-    request = pb_utils.Request([], parameters_json=json.dumps({"Traceparent": OF_CLIENT}))
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        f'"Traceparent": "{OF_CLIENT}"',
+        f'"Traceparent": "{OF_TRITON}", "Traceparent": "{OF_CLIENT}"',
+        f'"traceparent": "{OF_TRITON}", "Traceparent": "{OF_CLIENT}"',
+        f'"traceparent": "{OF_CLIENT}", "Traceparent": "none"',
+        f'"traceparent": 7, "Traceparent": "{OF_CLIENT}"',
+    ],
+)
+def test_over_http_a_header_may_have_any_case(pb_utils: Any, pairs: str) -> None:
+    request = pb_utils.Request([], parameters_json=f'{{"top_k": 5, {pairs}}}')
     assert read_request(request).traceparent == OF_CLIENT
 
 
@@ -424,6 +434,7 @@ def test_over_http_a_header_may_have_any_case(pb_utils: Any) -> None:
         ({"tenant": 7}, '["tenant"]', None),
         ({}, '{"tenant": null}', None),
         ({"tenant": "a" * 2000}, None, "a" * MAX_CHARACTERS["tenant"]),
+        ({"tenant": "a"}, f'{{"tenant": "b", "stop": "{"c" * 2**14}"}}', "a"),  # too much to read
     ],
 )
 def test_a_line_names_the_tenant_that_a_request_names_wherever_it_does(

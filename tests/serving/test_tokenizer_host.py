@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from charonia.events import parse_event
 from charonia.serving.hosts.tokenizer import TokenizerHost
 from charonia.serving.requests.quota import Quota
 from charonia.serving.requests.tokenizing import INLINE_CHARACTERS
@@ -27,7 +28,8 @@ class Bench:
         make_tokenizer().save(str(directory / "tokenizer.json"))
         self.quota = Quota(8, 10**6)
         self.configure(8)
-        self.host = TokenizerHost(pb_utils, self._model_file, self.quota, log=print)
+        self.log: list[str] = []
+        self.host = TokenizerHost(pb_utils, self._model_file, self.quota, log=self.log.append)
 
     def configure(self, max_model_len: int) -> None:
         """As an engine is loaded that takes so many tokens."""
@@ -102,5 +104,7 @@ def test_the_time_of_a_prompt_runs_while_it_waits(
     late = bench.send(text_input=strings("7" * MANY), **limit)
     patient = bench.send(text_input=strings("7" * MANY))
     assert text in str(answer_of(late))
+    ((name, fields),) = filter(None, map(parse_event, bench.log))
+    assert (name, fields["outcome"], fields["reason"]) == ("request_ended", "timeout", text)
     may_go_on.set()
     assert answer_of(patient) == MANY

@@ -5,8 +5,9 @@ Owns these lines. Must not know where they go, nor who serves requests.
     request_received ──► request_started ──► request_first_token ──► request_ended
                     └──► request_refused
 
-They are details, at the level "debug", but for the end of a request that the server failed. A
-request that comes while the level is another one costs one look at the level.
+They are details, at the level "debug", but for the end of an accepted request that failed, see
+`ended_line`. A request that comes while the level is another one costs little more than one look at
+the level.
 """
 
 import time
@@ -14,8 +15,14 @@ from collections.abc import Callable, Mapping
 
 from charonia.core.generation_request import GenerationRequest
 from charonia.core.output.outputs import Chunk
-from charonia.errors import CharoniaError, UnavailableError
-from charonia.events import Log, debug_event, error_event, warning_event
+from charonia.errors import (
+    CharoniaError,
+    EngineDownError,
+    RequestQuarantinedError,
+    ShuttingDownError,
+    UnavailableError,
+)
+from charonia.events import Log, debug_event, error_event, event, warning_event
 
 MAX_REASON = 500
 """Limit for a reason in the log, in characters."""
@@ -85,6 +92,14 @@ class RequestLog:
                 )
             )
 
+    def note_ended(self, error: CharoniaError, fields: Mapping[str, str | None]) -> None:
+        """Note that a request ended with an error before it was to be admitted.
+
+        Args:
+            fields: as in `note_refused`.
+        """
+        self._log(ended_line(error, fields))
+
     def _prompt(self, prompt_ids: list[int]) -> str | None:
         if not self._max_prompt:
             return None
@@ -130,28 +145,43 @@ class FollowedRequest:
             self._end(chunk)
 
     def _end(self, last: Chunk) -> None:
-        make = _event_of_end(last.error)
-        if make is debug_event and not self._has_details:
+        error = last.error
+        if not self._has_details and (error is None or error.is_clients_doing):
             return
         timing = {k: v for k, v in (last.timing or {}).items() if not isinstance(v, list)}
-        line = make(
-            "request_ended",
-            **self._fields,
-            outcome=last.finish_reason if last.error is None else last.error.kind,
-            reason=None if last.error is None else str(last.error)[:MAX_REASON],
-            prompt_tokens=last.num_prompt_tokens or None,
-            tokens=self._num_tokens,
+        figures = {
+            "prompt_tokens": last.num_prompt_tokens or None,
+            "tokens": self._num_tokens,
             **timing,
-        )
-        self._log(line)
+        }
+        if error is not None:
+            self._log(ended_line(error, self._fields, **figures))
+        else:
+            outcome = last.finish_reason
+            self._log(debug_event("request_ended", **self._fields, outcome=outcome, **figures))
 
     @property
     def _age(self) -> float:
         return time.monotonic() - self._arrived_at
 
 
-def _event_of_end(error: CharoniaError | None) -> Callable[..., str]:
-    """Makes the line of a request's end; it is a detail if the server has not failed it."""
-    if error is None or error.is_clients_doing:
-        return debug_event
-    return warning_event if isinstance(error, UnavailableError) else error_event
+def ended_line(error: CharoniaError, fields: Mapping[str, str | None], **figures: object) -> str:
+    """The line of a request that was accepted and ended with an error.
+
+    It is an error if charonia failed, and a warning if there was no engine or no server any more.
+    Where there was too little time or room the load is the cause, or what the client asked for:
+    then it is information, as a cancellation is. What is the client's doing, or has a line of its
+    own, is a detail.
+
+    Args:
+        fields: see `events.request_fields`. figures: further fields.
+    """
+    make = error_event
+    if error.is_clients_doing or isinstance(error, RequestQuarantinedError):
+        make = debug_event
+    elif type(error) in (UnavailableError, EngineDownError, ShuttingDownError):
+        make = warning_event
+    elif isinstance(error, UnavailableError):
+        make = event
+    reason = str(error)[:MAX_REASON]
+    return make("request_ended", **fields, outcome=error.kind, reason=reason, **figures)

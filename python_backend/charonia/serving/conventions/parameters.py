@@ -23,7 +23,7 @@ from charonia.tracing.traceparent import TRACEPARENT
 
 _INTEGER = re.compile(r"[+-]?\d{1,20}")
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
-_NOT_OURS = ("id", "timeout", TRACEPARENT)
+_NOT_OURS = ("id", "timeout")
 _NOT_OURS_PREFIX = "sequence_"
 
 
@@ -67,7 +67,8 @@ def without_headers(
 ) -> dict[str, Any]:
     """A request's own parameters, without those that are forwarded headers.
 
-    A header may have the name of a parameter: HTTP's `priority` (RFC 9218) is not a number.
+    A header may have the name of a parameter: HTTP's `priority` (RFC 9218) is not a number. The
+    trace context is left out in any case, see `traceparent_of`.
 
     Args:
         is_forwarded: whether Triton forwards a header of this name as a parameter.
@@ -75,7 +76,8 @@ def without_headers(
     return {
         name: value
         for name, value in parameters.items()
-        if not is_forwarded(name) or (name in _KNOWN and not _is_header(name, value))
+        if name.lower() != TRACEPARENT
+        and (not is_forwarded(name) or (name in _KNOWN and not _is_header(name, value)))
     }
 
 

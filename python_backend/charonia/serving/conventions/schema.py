@@ -7,8 +7,8 @@ or the engine.
 internal ones, for callers that are models themselves::
 
     request_key   STRING [-1]  the sealed name that `tokenizer` gave the request. Every response
-                               carries the name and its own number as the output `request_key`, if
-                               that is asked for
+                               carries the name, its own number and the tenant as the output
+                               `request_key`, if that is asked for
     prompt_text   STRING [-1]  with `input_ids`: the text of the prompt, for the echo
 
 Both are accepted from `tokenizer` only, see `request_key`.

@@ -29,7 +29,7 @@ from charonia.serving.requests.responders import answered
 from charonia.serving.requests.tensors import traceparent_of
 from charonia.tracing.traceparent import trace_id_of
 
-_KEY = re.compile(rb"([0-9a-f]{32})\.([0-9]{1,9})\.(.*)", re.DOTALL)
+_KEY = re.compile(rb"([0-9a-f]{32})\.([0-9]{1,9})\.(.{0,1024})", re.DOTALL)
 _NUM_REMEMBERED = 4096
 """Cancelled requests that are remembered, so that each is cancelled only once."""
 _TRY_AGAIN_S = 5.0
@@ -135,10 +135,15 @@ def _parts_of_key(array: Array) -> tuple[str, int, str]:
 
 def _log_fields(request: Any) -> dict[str, str | None]:
     """The names of a request in the log, as far as they can be read; only asked for a line."""
-    tenant = trace_id = None
-    with contextlib.suppress(Exception):  # whatever failed before may fail again
+    key = tenant = trace_id = None
+    request_id = ""
+    # Whatever failed before may fail again.
+    with contextlib.suppress(Exception):
+        request_id = request.request_id()
+    with contextlib.suppress(Exception):
         trace_id = trace_id_of(traceparent_of(request, json.loads(request.parameters() or "{}")))
+    with contextlib.suppress(Exception):
         for chunk in request.inputs():
             if chunk.name() == REQUEST_KEY:
-                _, _, tenant = _parts_of_key(chunk.as_numpy())
-    return request_fields(request_id=request.request_id(), tenant=tenant, trace_id=trace_id)
+                key, _, tenant = _parts_of_key(chunk.as_numpy())
+    return request_fields(request_id=request_id, key=key, tenant=tenant, trace_id=trace_id)

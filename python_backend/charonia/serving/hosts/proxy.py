@@ -10,10 +10,11 @@ that is not decoupled.
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from charonia.core.request_log import ended_line
 from charonia.errors import CharoniaError, ShuttingDownError, UnavailableError
 from charonia.events import exception_event
 from charonia.serving.conventions.convention import Convention, Part
@@ -94,8 +95,7 @@ class ProxyHost:
         with self._lock:
             scheduler = self._scheduler
             clients = self._open.take_all()
-        for client in clients:
-            self._end(client, ShuttingDownError())
+        self._end_all(clients, ShuttingDownError())
         self._poller.close()
         if scheduler is not None:
             scheduler.close()
@@ -182,8 +182,13 @@ class ProxyHost:
         with self._lock:
             self._scheduler = None
             clients = self._open.take_all()
+        self._end_all(clients, UnavailableError(LOST))
+
+    def _end_all(self, clients: Iterable[ClientRequest], error: CharoniaError) -> None:
+        """End requests that the scheduler does not answer."""
         for client in clients:
-            self._end(client, UnavailableError(LOST))
+            self._log(ended_line(error, client.log_fields))
+            self._end(client, error)
 
     def _on_cancelled(self, client: ClientRequest) -> None:
         """Cancel an open request. Its last answers, now errors, come like any others."""

@@ -14,6 +14,7 @@ import numpy as np
 
 from charonia.checkpoint_files import read_json_object
 from charonia.config import EngineArgs
+from charonia.core.request_log import ended_line
 from charonia.errors import CharoniaError, PromptTooLongError
 from charonia.serving.conventions.interface import INPUT_IDS, PROMPT_TEXT, REQUEST_KEY
 from charonia.serving.conventions.schema import (
@@ -110,6 +111,7 @@ class TokenizerHost:
     ) -> None:
         with failing_with_errors(responder, self._log, log_fields):
             if isinstance(ids, CharoniaError):
+                self._log(ended_line(ids, log_fields))
                 raise ids
             responder.send(self._outputs(ids, text, arrived_at), is_final=True)
 

@@ -34,6 +34,7 @@ from charonia.events import exception_event
 from charonia.protocol import SamplingParams
 from charonia.sampling_defaults import SamplingDefaults
 from charonia.serving.conventions.interface import DRAFT_IDS
+from charonia.serving.conventions.parameters import tenant_of_header
 from charonia.serving.conventions.schema import (
     CancelCall,
     GenerateCall,
@@ -130,8 +131,8 @@ class Intake:
         with failing_with_errors(responder, self._log) as log_fields:
             with self._counting():
                 raw = read()
-            log_fields.update(raw.log_fields)
-            with self._counting(raw.log_fields):
+            log_fields.update(self._names_of(raw))
+            with self._counting(log_fields):
                 call = parse(
                     raw,
                     relayed_key,
@@ -154,6 +155,15 @@ class Intake:
                 case ProbeCall(wants_text):
                     answer = {"text_output": [self._prober.answer()]} if wants_text else {}
                     responder.send(answer, is_final=True)
+
+    def _names_of(self, raw: RawRequest) -> LogFields:
+        """The names of a request that is not understood yet; a header counts where one is to."""
+        if self._tenant_header is None:
+            return raw.log_fields
+        tenant = None
+        with contextlib.suppress(CharoniaError):
+            tenant = tenant_of_header(raw.parameters, self._tenant_header) or None
+        return {**raw.log_fields, "tenant": tenant}
 
     def _cancel_named(self, call: CancelCall) -> None:
         """Cancel all requests of an id and tenant, or their samples, here and on their way."""
@@ -328,7 +338,7 @@ class Intake:
 
     def _count_end(self, error: CharoniaError, call: GenerateCall) -> None:
         """Count and log a request that ended while it was tokenized."""
-        self._request_log.note_refused(error, call.log_fields)
+        self._request_log.note_ended(error, call.log_fields)
         if isinstance(error, RequestCancelledError):
             self._service.count_cancellation()
         else:

@@ -8,6 +8,7 @@ import contextlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,10 @@ NUMPY_TYPES: dict[Datatype, type] = {
 }
 
 
+_MAX_READ_BYTES = 2**14
+"""Of sampling parameters that are read for a line of the log; others are checked first."""
+
+
 @dataclass(frozen=True)
 class RawRequest:
     """A request as its client sent it, safe to keep after `execute` returns.
@@ -53,8 +58,8 @@ class RawRequest:
     num_bytes: int = 0
     traceparent: str | None = None
 
-    @property
-    def log_fields(self) -> dict[str, str | None]:
+    @cached_property
+    def log_fields(self) -> Mapping[str, str | None]:
         """The fields of lines that concern it. Its tenant is the one that it names itself."""
         tenant = self._named("tenant")
         return request_fields(
@@ -64,10 +69,10 @@ class RawRequest:
         )
 
     def _named(self, name: str) -> object:
-        """A sampling parameter, wherever it is; None without it, or if it cannot be read."""
+        """A sampling parameter, wherever it is; None without it, or if it cannot be read soon."""
         array = self.tensors.get(SAMPLING_PARAMETERS)
         text = None if array is None or array.size != 1 else array.item()
-        if isinstance(text, bytes) and name.encode() in text:
+        if isinstance(text, bytes) and len(text) <= _MAX_READ_BYTES and name.encode() in text:
             with contextlib.suppress(ValueError, RecursionError):
                 values = json.loads(text)
                 if isinstance(values, dict) and name in values:

@@ -13,7 +13,12 @@ import numpy as np
 from charonia.errors import CharoniaError, InvalidRequestError, NotSupportedError, shown
 from charonia.serving.conventions.interface import MODELS
 from charonia.serving.requests.raw_request import NUMPY_TYPES, Outputs, RawRequest, num_bytes_of
-from charonia.tracing.traceparent import TRACEPARENT, parse_traceparent, trace_id_of
+from charonia.tracing.traceparent import (
+    TRACEPARENT,
+    TraceContext,
+    parse_traceparent,
+    trace_id_of,
+)
 
 _TYPES = {one.name: NUMPY_TYPES[one.datatype] for model in MODELS.values() for one in model.outputs}
 MAX_REQUEST_BYTES = 2**26
@@ -75,22 +80,32 @@ def traceparent_of(request: Any, parameters: Mapping[str, Any]) -> str | None:
     """
     text = request.trace().get_context()
     context = json.loads(text).get("traceparent") if text else None
-    given = next((parameters[name] for name in parameters if name.lower() == TRACEPARENT), None)
-    clients = parse_traceparent(given) if isinstance(given, str) else None
+    clients = _context_in(parameters)
     if clients is None or clients.hex_trace_id == trace_id_of(context):
         return context
     return clients.traceparent if clients.is_sampled or context is None else context
 
 
+def _context_in(parameters: Mapping[str, Any]) -> TraceContext | None:
+    """The last context that is valid: a proxy may have added it."""
+    found = None
+    for name, value in parameters.items():
+        if name.lower() == TRACEPARENT and isinstance(value, str):
+            found = parse_traceparent(value) or found
+    return found
+
+
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Raises InvalidRequestError: a name occurs twice, so that its value is ambiguous.
 
-    Of several trace contexts the last one counts: a proxy may have added it.
+    Of several trace contexts the last one counts, see `_context_in`.
     """
     names = dict(pairs)
-    given = [name for name, _ in pairs if name != TRACEPARENT]
-    if len(names) < len(given) + (TRACEPARENT in names):
-        name = next(name for name in names if given.count(name) > 1)
+    if len(names) < len(pairs):
+        given = [name for name, _ in pairs if name.lower() != TRACEPARENT]
+        name = next((name for name in names if given.count(name) > 1), None)
+        if name is None:
+            return names
         raise InvalidRequestError(
             f"the request's parameter {shown(name)} is given more than once; a header may have its"
             " name"
