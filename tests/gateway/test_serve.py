@@ -101,13 +101,16 @@ def test_the_gateway_beside_a_server_comes_back_when_it_is_killed_and_ends_with_
 def check_lines_of_requests(logged: list[dict[str, Any]]) -> None:
     """One request came at the level "debug", and another one at "info"."""
     traced = [line for line in logged if line.get("trace_id") == TRACE_ID]
-    assert [(line["event"], line["level"]) for line in traced] == [
-        ("request_received", "debug"),
-        ("request", "info"),
-    ]
-    assert {line["request_id"] for line in traced} == {"traced"}
-    names = [(one["source"], one["event"]) for one in logged if "event" in one]
-    assert names.count(("scheduler", "request_ended")) == 1
+    of = {
+        source: [(one["event"], one["level"]) for one in traced if one["source"] == source]
+        for source in ("charonia", "scheduler")
+    }
+    assert of["charonia"] == [("request_received", "debug"), ("request", "info")]
+    names = ("request_received", "request_started", "request_first_token", "request_ended")
+    assert of["scheduler"] == [(name, "debug") for name in names]
+    assert {line["request_id"] for line in traced} == {"traced", "traced-0"}
+    events = [(one["source"], one["event"]) for one in logged if "event" in one]
+    assert events.count(("scheduler", "request_ended")) == 1
     paths = [one["path"] for one in logged if one.get("event") == "request"]
     assert [path for path in paths if path.startswith("/v1")] == [
         "/v1/chat/completions",
