@@ -5,17 +5,18 @@
     python loadtests/bench.py --model DIR --concurrency 1 4 --cases decode
     python loadtests/bench.py --cases traces --traces ../shared/traces
 
-First each way to run vLLM is timed, and charonia and vLLM in the fastest way are measured with
-nothing else loaded. Then all sides are loaded at once, each in processes of its own that are
-stopped while others have their turn. Every repetition has new random prompts, the same for all
-sides, and a new random order; the first is not counted. Greedy, EOS ignored, no caches across
-requests, no speculation. What the machine can do at most is measured in the same run. Tables go to
-stdout, everything to JSON.
+First each way to run vLLM is timed with work of the kinds that are asked for, and charonia and vLLM
+in the fastest way decode with nothing else loaded. Then all sides are loaded at once, each in
+processes of its own that are stopped while others have their turn. Every repetition has new random
+prompts, the same for all sides, and a new random order; the first is not counted. Greedy, EOS
+ignored, no caches across requests, no speculation. What the machine can do at most is measured in
+the same run. Tables go to stdout, everything to JSON.
 """
 
 import argparse
 import contextlib
 import json
+import math
 import random
 import statistics
 import subprocess
@@ -31,8 +32,8 @@ from tqdm import tqdm
 from bench_plot import write_plot
 from bench_report import Report, RoundResult, as_markdown
 from command_line import add_output, exit_on_sigterm, make_parser, positive
-from figures import Figures, WrongOutputError, common_prefix, decode_figures, prefill_figures
-from isolated_runs import IsolatedRuns, probe, rates_alone
+from figures import Figures, WrongOutputError, common_prefix, figures_of
+from isolated_runs import IsolatedRuns, Probe, probe, rates_alone
 from lifecycle import Launcher, SideSet, start_sides
 from limits import Machine, ModelCost
 from paths import CACHE, LOADTESTS
@@ -51,8 +52,8 @@ from systems_under_test import (
 )
 from text_repetition import circling_share
 from traffic import Traffic, TrafficError, read_traffic
-from vllm_variants import vllm_variants
-from workloads import CASES, NOT_IN_TRACES, Entry, Round, make_rounds
+from vllm_variants import Variant, vllm_variants, with_budgets
+from workloads import CASES, NOT_IN_TRACES, Entry, Round, budget_rounds, make_rounds, probe_rounds
 
 SHAPES = ("llama-135m", "llama-1b")
 WAKE_PROMPT_TOKENS, WAKE_TOKENS = 32, 4
@@ -64,12 +65,13 @@ def main() -> None:
     """Run the benchmark as the command line says."""
     parser = _parser()
     options = parser.parse_args()
-    traffic = _traffic(options, parser)
+    model = _model(options, parser)
+    traffic = _traffic(options, model, parser)
     what = options.model.name if options.model else options.shape
     stem = output_stem(options.output, "bench" if what == SHAPES[0] else f"bench-{what}")
     exit_on_sigterm("bench")
     try:
-        report = _run(options, _model(options, parser), traffic)
+        report = _run(options, model, traffic)
     except (SideError, WrongOutputError) as error:
         raise SystemExit(f"bench: {error}") from None
     print(as_markdown(report))
@@ -86,7 +88,7 @@ def _run(options: argparse.Namespace, model: Path, traffic: Sequence[Traffic]) -
     max_model_len = -(-max(lengths) // 64) * 64
     settings = {"model": str(model), "dtype": options.dtype, "max_model_len": max_model_len}
     launcher = Launcher(settings, CACHE)
-    alone = _alone(launcher, options, model)
+    alone = _alone(launcher, options, model, traffic)
     with contextlib.ExitStack() as stack:
         found = start_sides(
             stack, options.sides, launcher, with_int8="int8" in options.cases, say=_say
@@ -103,33 +105,52 @@ def _run(options: argparse.Namespace, model: Path, traffic: Sequence[Traffic]) -
     return report
 
 
-def _alone(launcher: Launcher, options: argparse.Namespace, model: Path) -> IsolatedRuns:
+def _alone(
+    launcher: Launcher, options: argparse.Namespace, model: Path, traffic: Sequence[Traffic]
+) -> IsolatedRuns:
     """Take the fastest way to run vLLM, and have it and charonia alone on the machine."""
     alone = IsolatedRuns()
     vocab_size = min(options.vocab, _vocab_size(model))
-    rounds = _rounds(options, ["decode"], [BASE])
+    rounds = _rounds(options, options.cases, [BASE], traffic)
+    rounds = rounds or _rounds(options, ["decode"], [BASE])  # with quantized sides alone
+    decode = [round_ for round_ in rounds if round_.kind == "decode"]
     for name in (BASE, VLLM):
         if options.sides is not None and name not in options.sides:
             continue
         if SPECS[name].missing():
             continue  # start_sides says so
-        _say(f"alone on the machine: {name}")
         if name == VLLM:
-            variants = vllm_variants(SPECS[VLLM].python.parents[1])
-            alone.probes = probe(
-                lambda one: launcher.start(VLLM, one), variants, rounds, vocab_size, _say
-            )
+            alone.probes = _probes(launcher, rounds, vocab_size)
             if not alone.probes[0].rates:
                 continue  # it fails in every way; start_sides says why
             launcher.variants[VLLM] = alone.probes[0].variant
+        if not decode:
+            continue
+        _say(f"alone on the machine: {name}")
         try:
             with contextlib.closing(launcher.start(name)) as side:
                 alone.controls[name] = rates_alone(
-                    side, rounds, options.repetitions, vocab_size, options.seed
+                    side, decode, options.repetitions, vocab_size, options.seed
                 )
         except (SideError, WrongOutputError) as error:
             _say(f"{name} alone on the machine: {error}")
     return alone
+
+
+def _probes(launcher: Launcher, rounds: Sequence[Round], vocab_size: int) -> list[Probe]:
+    """Time the ways to run vLLM, the fastest first; with long prompts also other step sizes."""
+
+    def start(variant: Variant) -> Side:
+        return launcher.start(VLLM, variant)
+
+    _say(f"alone on the machine: {VLLM}")
+    ways = vllm_variants(SPECS[VLLM].python.parents[1])
+    found = probe(start, ways, probe_rounds(rounds), vocab_size, _say)
+    if not found[0].rates or not (large := budget_rounds(rounds)):
+        return found
+    best = found[0].variant
+    with_other = probe(start, [best, *with_budgets(best)], large, vocab_size, _say)
+    return [*with_other, *found] if with_other[0].rates else found
 
 
 def _rounds(
@@ -205,9 +226,8 @@ def _turn(found: SideSet, entry: Entry, asked: Waves) -> list[WaveTrace]:
 
 
 def _figures(entry: Entry, round_: Round, waves: list[WaveTrace], asked: Waves) -> Figures:
-    figures_of = prefill_figures if round_.kind == "prefill" else decode_figures
     try:
-        return figures_of(waves, asked)
+        return figures_of(round_.kind, waves, asked)
     except WrongOutputError as error:
         raise WrongOutputError(f"{entry.label}, {round_.name}: {error}") from None
 
@@ -253,16 +273,20 @@ def _model(options: argparse.Namespace, parser: argparse.ArgumentParser) -> Path
     return directory
 
 
-def _traffic(options: argparse.Namespace, parser: argparse.ArgumentParser) -> list[Traffic]:
+def _traffic(
+    options: argparse.Namespace, model: Path, parser: argparse.ArgumentParser
+) -> list[Traffic]:
     """Of each file, where the case is asked for."""
     if "traces" not in options.cases:
         return []
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    most_tokens = min(options.trace_tokens, config.get("max_position_embeddings", math.inf))
     try:
         return [
             read_traffic(
                 options.traces,
                 name,
-                most_tokens=options.trace_tokens,
+                most_tokens=most_tokens,
                 num_requests=options.trace_requests,
             )
             for name in options.trace_files
@@ -344,8 +368,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--long-tokens",
         nargs="+",
-        default=[1024, 4096, 16384],
-        help="of the prompts of `long` (default: 1024 4096 16384)",
+        default=[512, 1024, 2048, 4096, 7000, 16384],
+        help="of the prompts of `long` (default: 512 1024 2048 4096 7000 16384)",
         **number,
     )
     parser.add_argument("--new-tokens", default=64, help="of a completion (default: 64)", **number)
@@ -382,8 +406,9 @@ def _add_trace_options(parser: argparse.ArgumentParser, number: dict[str, Any]) 
     )
     parser.add_argument(
         "--trace-tokens",
-        default=8192,
-        help="of prompt and answer; longer requests of a trace are left out (default: 8192)",
+        default=16384,
+        help="of prompt and answer, as far as the model goes; longer requests of a trace are left "
+        "out (default: 16384)",
         **number,
     )
 

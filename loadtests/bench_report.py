@@ -175,7 +175,7 @@ def as_markdown(report: Report) -> str:
             _control_table(report),
         ]
     if report.alone.probes:
-        parts += ["Ways to run vLLM alone on the machine, output tokens/s; the first is taken:"]
+        parts += ["Ways to run vLLM alone on the machine, tokens/s; the first is taken:"]
         parts += [_way_table(report.alone)]
     if report.cost:
         if limited := decode + prefill:
@@ -246,7 +246,7 @@ def _control_table(report: Report) -> str:
     decode = [result for result in report.rounds if result.round.kind == "decode"]
 
     def cell(result: RoundResult, label: str) -> str:
-        rates = report.alone.controls[label][result.round.concurrency]
+        rates = report.alone.controls[label][result.round.name]
         turns = f"{statistics.median(result.rates(label)):.1f}" if label in result.runs else ""
         return f"{statistics.median(rates):.1f} / {turns}"
 
@@ -255,13 +255,16 @@ def _control_table(report: Report) -> str:
 
 
 def _way_table(alone: IsolatedRuns) -> str:
-    counts = list(alone.probes[0].rates)
+    names = list(dict.fromkeys(name for each in alone.probes for name in each.rates))
     rows = []
     for each in alone.probes:
-        medians = [f"{statistics.median(each.rates[count]):.1f}" for count in counts if each.rates]
+        medians = [
+            f"{statistics.median(each.rates[name]):.1f}" if name in each.rates else ""
+            for name in names
+        ]
         failed = f"{each.variant.name} (failed: {each.failure})"
-        rows.append([each.variant.name if each.rates else failed, *(medians or [""] * len(counts))])
-    return markdown_table(["way", *map(str, counts)], rows)
+        rows.append([each.variant.name if each.rates else failed, *medians])
+    return markdown_table(["way", *names], rows)
 
 
 def limit_of(result: RoundResult, cost: ModelCost) -> float:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from medians import Interval, median_interval
 from systems_under_test import Waves, WaveTrace
+from workloads import Kind
 
 Figures = dict[str, float]
 
@@ -74,6 +75,15 @@ def prefill_figures(waves: Sequence[WaveTrace], asked: Waves) -> Figures:
     check_counts(waves, asked)
     num_tokens = sum(len(request.prompt) for wave in asked for request in wave)
     return {"tokens_per_second": num_tokens / sum(wave.seconds for wave in waves)}
+
+
+def figures_of(kind: Kind, waves: Sequence[WaveTrace], asked: Waves) -> Figures:
+    """The figures of a round of this kind.
+
+    Raises:
+        WrongOutputError: a request had more or fewer tokens than were asked for.
+    """
+    return (prefill_figures if kind == "prefill" else decode_figures)(waves, asked)
 
 
 def check_counts(waves: Sequence[WaveTrace], asked: Waves) -> None:

@@ -12,7 +12,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
-from figures import WrongOutputError, decode_figures
+from figures import WrongOutputError, figures_of
 from systems_under_test import Side, SideError
 from vllm_variants import Variant
 from workloads import Round
@@ -21,8 +21,9 @@ PROBES = 3
 """Repetitions that count each time that a variant is tried."""
 NUM_FINALISTS, NUM_FINALS = 3, 2
 """The fastest variants are tried again, so often: the first time one of many is fast by luck."""
-Rates = dict[int, list[float]]
-"""Output tokens per second, by concurrency, repetition by repetition."""
+Rates = dict[str, list[float]]
+"""Tokens per second, by the round's name, repetition by repetition: of the prompts where a round
+has but one token behind each, else of the output."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,11 @@ class Probe:
         """The same variant, tried twice; it has failed if it did once."""
         if other.failure is not None:
             return other
-        rates = {count: [*found, *other.rates[count]] for count, found in self.rates.items()}
+        rates = {name: [*found, *other.rates[name]] for name, found in self.rates.items()}
         return Probe(self.variant, rates)
 
     def __str__(self) -> str:
-        medians = (f"{statistics.median(rates):.1f} at {n}" for n, rates in self.rates.items())
+        medians = (f"{name} {statistics.median(rates):.1f}" for name, rates in self.rates.items())
         return f"{self.variant.name}: {self.failure or ', '.join(medians)}"
 
     def as_json(self) -> dict[str, Any]:
@@ -111,7 +112,7 @@ def _by_speed(probes: Iterable[Probe]) -> list[Probe]:
 def rates_alone(
     side: Side, rounds: Sequence[Round], repetitions: int, vocab_size: int, seed: int
 ) -> Rates:
-    """Decode greedily as in `rounds`, the first repetition of each uncounted.
+    """Do the work of `rounds` greedily, the first repetition of each uncounted.
 
     Raises:
         SideError: it failed. WrongOutputError: a request had more or fewer tokens.
@@ -119,11 +120,10 @@ def rates_alone(
     shuffler = random.Random(seed)
     rates: Rates = {}
     for round_ in rounds:
-        if round_.kind != "decode":
-            continue
         found = []
         for _ in range(1 + repetitions):
             asked = round_.requests(vocab_size, shuffler)
-            found.append(decode_figures(side.run(asked), asked)["tokens_per_second"])
-        rates[round_.concurrency] = found[1:]
+            figures = figures_of(round_.kind, side.run(asked), asked)
+            found.append(figures["tokens_per_second"])
+        rates[round_.name] = found[1:]
     return rates

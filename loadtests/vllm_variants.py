@@ -18,6 +18,12 @@ OPENMP = {
 TCMALLOC = "usr/lib/*/libtcmalloc_minimal.so.4"
 
 
+BUDGET = "BENCH_MAX_NUM_BATCHED_TOKENS"
+"""Variable with vLLM's `max_num_batched_tokens`, for its worker; without it vLLM decides."""
+BUDGETS = (2048, 16384)
+"""That are tried beside vLLM's own where prompts are long. That of vLLM 0.32 on CPUs is 4,096."""
+
+
 @dataclass(frozen=True)
 class Variant:
     """How a side is launched: a name for people, and the variables of its environment."""
@@ -48,3 +54,13 @@ def vllm_variants(environment: Path) -> list[Variant]:
                 variables["LD_PRELOAD"] = ":".join(preload.values())
             variants.append(Variant(" + ".join([processes, *preload]), variables))
     return variants
+
+
+def with_budgets(variant: Variant) -> list[Variant]:
+    """The same variant with other numbers of tokens in a step."""
+    return [
+        Variant(
+            f"{variant.name} + {budget:,} tokens a step", {**variant.variables, BUDGET: f"{budget}"}
+        )
+        for budget in BUDGETS
+    ]

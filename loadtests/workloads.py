@@ -6,7 +6,7 @@ beside their plain selves. Pure; must not know how a side is run.
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from systems_under_test import BASE, QUANTIZED, Request
@@ -56,6 +56,11 @@ class Round:
     traffic: Traffic | None = None
 
     @property
+    def has_long_prompts(self) -> bool:
+        """Whether its prompts may be longer than a step."""
+        return self.is_long or self.traffic is not None
+
+    @property
     def name(self) -> str:
         """For people."""
         what = f" of {self.prompt_tokens:,} tokens" if self.is_long else ""
@@ -95,6 +100,35 @@ class Round:
         assert self.prompt_tokens is not None
         assert self.new_tokens is not None
         return [(self.prompt_tokens, self.new_tokens)] * self.concurrency
+
+
+def probe_rounds(rounds: Sequence[Round]) -> list[Round]:
+    """Enough of these rounds to tell which of several ways to run a side is the fastest.
+
+    Of the long prompts, which take the longest, the middle length and one at a time; of a trace an
+    eighth of its requests.
+    """
+    alone = _long_alone(rounds)
+    traces = [each for each in rounds if each.traffic is not None]
+    return [
+        *(each for each in rounds if not each.has_long_prompts),
+        *alone[len(alone) // 2 :][:1],
+        *(replace(each, concurrency=-(-each.concurrency // 8)) for each in traces),
+    ]
+
+
+def budget_rounds(rounds: Sequence[Round]) -> list[Round]:
+    """Enough of these rounds to tell how many tokens a step is to have at most.
+
+    These are the longest prompt by itself, which takes several steps, and all requests of a trace.
+    """
+    return [*_long_alone(rounds)[-1:], *(each for each in rounds if each.traffic is not None)]
+
+
+def _long_alone(rounds: Sequence[Round]) -> list[Round]:
+    """The rounds of one long prompt at once, the shortest first."""
+    alone = [each for each in rounds if each.is_long and each.concurrency == 1]
+    return sorted(alone, key=lambda each: each.prompt_tokens or 0)
 
 
 def make_rounds(

@@ -9,7 +9,7 @@ from worker import Request, Wave, serve_engine
 _THREADS = {
     "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",
     "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "2",
+    "VLLM_CPU_KVCACHE_SPACE": "4",
     "VLLM_NO_USAGE_STATS": "1",
 }
 
@@ -25,6 +25,7 @@ class Vllm:
 
         self.versions = {"vllm": vllm.__version__, "torch": torch.__version__}
         self.notes = [f"{name}={os.environ[name]}" for name in _THREADS]
+        budget = os.environ.get("BENCH_MAX_NUM_BATCHED_TOKENS")  # see vllm_variants.py
         self._sampling_params = vllm.SamplingParams
         self._output_kind = vllm.sampling_params.RequestOutputKind.DELTA
         self._engine = vllm.LLM(
@@ -32,6 +33,7 @@ class Vllm:
             dtype=settings["dtype"],
             max_model_len=settings["max_model_len"],
             enable_prefix_caching=False,
+            max_num_batched_tokens=int(budget) if budget else None,
         ).llm_engine
         self._num_requests = 0
 

@@ -13,7 +13,7 @@ from limits import Machine, ModelCost
 from systems_under_test import INT8, Q8_0, TRITON, VLLM, Request, Trace, WaveTrace
 from traffic import Traffic
 from vllm_variants import Variant
-from workloads import SAMPLED, make_rounds
+from workloads import SAMPLED, budget_rounds, make_rounds, probe_rounds
 
 
 def rounds(**changes):
@@ -166,17 +166,20 @@ def test_what_was_measured_alone_is_shown_beside_the_turns_and_the_ways_with_the
     result.runs = {"charonia": [{"tokens_per_second": 200.0}]}
     result.machine = [Machine(1e9, 2e-6)]
     ways = [
-        Probe(Variant("two", {}), {8: [30.0, 50.0, 40.0]}),
+        Probe(Variant("two", {}), {"decode at concurrency 8": [30.0, 50.0, 40.0]}),
         Probe(Variant("one", {}), failure="no"),
     ]
-    alone = IsolatedRuns(ways, {"charonia": {8: [210.0, 230.0, 220.0]}})
+    alone = IsolatedRuns(ways, {"charonia": {"decode at concurrency 8": [210.0, 230.0, 220.0]}})
     report = Report({"left_out": {}}, None, [result], alone=alone)
     report.rounds[0].runs["charonia"][0] |= dict.fromkeys(
         ("ttft_ms_p50", "inter_token_ms_p50", "inter_token_ms_p95"), 1.0
     )
     text = as_markdown(report)
     assert "| side | decode 8 |\n| --- | --- |\n| charonia | 220.0 / 200.0 |" in text
-    assert "| way | 8 |\n| --- | --- |\n| two | 40.0 |\n| one (failed: no) |  |" in text
+    assert (
+        "| way | decode at concurrency 8 |\n| --- | --- |\n| two | 40.0 |\n| one (failed: no) |  |"
+        in text
+    )
     assert report.as_json()["alone"]["vllm_ways"][1] == {
         "way": "one",
         "tokens_per_second": {},
@@ -189,6 +192,33 @@ TRAFFIC = Traffic("calls", ((3, 1), (5, 4), (2, 7), (9, 2)), most_tokens=16, sha
 
 def trace_rounds(sides):
     return rounds(cases=["traces"], sides=sides, traffic=[TRAFFIC], trace_requests=2)
+
+
+def test_ways_are_tried_with_some_of_each_kind_of_work_and_step_sizes_with_the_longest():
+    found = rounds(
+        cases=["decode", "prefill", "long", "traces"],
+        concurrency=[1, 8],
+        sides=["charonia"],
+        long_tokens=[4096, 1024, 16384],
+        traffic=[TRAFFIC],
+        trace_requests=3,
+    )
+    tried = probe_rounds(found)
+    assert [round_.name for round_ in tried] == [
+        "decode at concurrency 1",
+        "decode at concurrency 8",
+        "prefill at concurrency 1",
+        "prefill at concurrency 8",
+        "prefill of 4,096 tokens at concurrency 1",
+        "traces of calls at concurrency 1",
+    ]
+    assert [round_.name for round_ in budget_rounds(found)] == [
+        "prefill of 16,384 tokens at concurrency 1",
+        "traces of calls at concurrency 3",
+    ]
+    short = rounds(cases=["decode", "prefill"], concurrency=[1], sides=["charonia"])
+    assert probe_rounds(short) == short
+    assert budget_rounds(short) == []
 
 
 def test_recorded_requests_are_consecutive_ones_and_their_place_is_drawn_each_time():

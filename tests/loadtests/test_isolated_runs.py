@@ -2,6 +2,7 @@
 
 import sys
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from isolated_runs import NUM_FINALS, PROBES, Probe, probe, rates_alone
 from paths import WORKERS
 from systems_under_test import BASE, WorkerSide
-from vllm_variants import Variant, vllm_variants
+from vllm_variants import BUDGET, BUDGETS, Variant, vllm_variants, with_budgets
 from workloads import make_rounds
 
 STEADY = f"""
@@ -51,6 +52,7 @@ ROUNDS = make_rounds(
     min_requests=1,
     seed=0,
 )
+NAMES = [round_.name for round_ in ROUNDS]
 
 
 @pytest.fixture
@@ -74,7 +76,7 @@ def test_the_fastest_way_comes_first_and_one_that_fails_last(started):
     found = probe(start, [SLOW, BROKEN, FAST], ROUNDS, 9, said.append)
     assert [each.variant for each in found] == [FAST, SLOW, BROKEN]
     num = PROBES * (1 + NUM_FINALS)
-    assert {count: len(rates) for count, rates in found[0].rates.items()} == {1: num, 2: num}
+    assert {name: len(rates) for name, rates in found[0].rates.items()} == dict.fromkeys(NAMES, num)
     assert "it cannot be run so" in (found[2].failure or "")
     assert found[2].rates == {}
     order = [line.split(":")[0] for line in said]
@@ -114,15 +116,20 @@ def test_a_control_has_all_repetitions_but_the_first(started):
         rates = rates_alone(side, ROUNDS[:1], 4, vocab_size=9, seed=0)
     finally:
         side.close()
-    assert list(rates) == [1]
-    assert len(rates[1]) == 4
-    assert rates[1] == pytest.approx([1 / 0.02] * 4)
+    assert rates == {"decode at concurrency 1": pytest.approx([1 / 0.02] * 4)}
+
+
+def test_a_round_of_prompts_is_timed_by_their_tokens(started):
+    start, _ = started
+    with closing(start(FAST)) as side:
+        rates = rates_alone(side, ROUNDS[2:3], 2, vocab_size=9, seed=0)
+    assert rates == {"prefill at concurrency 1": pytest.approx([4 / 0.02] * 2)}
 
 
 def test_being_good_at_one_concurrency_only_is_not_the_fastest():
-    even = Probe(FAST, {1: [50.0], 8: [200.0]})
+    even = Probe(FAST, {"one": [50.0], "eight": [200.0]})
     assert even.speed == pytest.approx(100.0)
-    assert Probe(SLOW, {1: [10.0], 8: [400.0, 1.0, 900.0]}).speed < even.speed
+    assert Probe(SLOW, {"one": [10.0], "eight": [400.0, 1.0, 900.0]}).speed < even.speed
 
 
 def test_the_variants_of_vllm_are_those_of_the_libraries_that_are_there(tmp_path, monkeypatch):
@@ -143,6 +150,14 @@ def test_the_variants_of_vllm_are_those_of_the_libraries_that_are_there(tmp_path
     preloads = {variant.variables.get("LD_PRELOAD", "") for variant in variants}
     assert f"{tcmalloc}:{iomp}" in preloads
     assert not any("libiomp" in each and "libgomp" in each for each in preloads)
+
+
+def test_other_sizes_of_steps_are_said_to_the_worker():
+    variant = Variant("way", {"A": "1"})
+    assert [(one.name, one.variables) for one in with_budgets(variant)] == [
+        (f"way + {budget:,} tokens a step", {"A": "1", BUDGET: str(budget)}) for budget in BUDGETS
+    ]
+    assert f'"{BUDGET}"' in (WORKERS / "vllm_worker.py").read_text()
 
 
 def test_tcmalloc_of_the_system_is_taken_too(tmp_path, monkeypatch):
