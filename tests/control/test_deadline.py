@@ -41,7 +41,7 @@ def make_watch(*, demotes: bool = False) -> DeadlineWatch:
 
 
 def note_step(remaining: RemainingTime, num_tokens: int, seconds: float) -> None:
-    remaining._prompt_time.note_step(num_tokens, 0, 0, seconds)
+    remaining._prompt_time.note_step(num_tokens, 0, 0, 0, seconds)
     remaining.note_step(seconds)
 
 

@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 
 from charonia.control.estimators.output_lengths import OutputLengths
+from charonia.control.estimators.pair_cost import AttentionTime
 from charonia.control.estimators.peak_memory import PeakMemory
 from charonia.control.policies import DisplacementByPriority, by_priority, ranked
-from charonia.control.scheduling.prompt_budget import PromptBudget
+from charonia.control.scheduling.prompt_budget import NO_ATTENTION, PromptBudget
 from support.counting import count_calls
 from support.stepping import LIMITS, Bench, make_request
 
@@ -91,7 +92,9 @@ def test_nobody_is_preempted_where_all_have_room_to_the_end():
 
 
 class OneToken(PromptBudget):
-    def tokens(self, num_decodes: int, num_before: int = 0, pair_s: float = 0.0) -> int:
+    def tokens(
+        self, num_decodes: int, num_before: int = 0, attention: AttentionTime = NO_ATTENTION
+    ) -> int:
         return 1
 
 

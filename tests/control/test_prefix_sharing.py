@@ -189,8 +189,8 @@ def test_a_prefix_that_is_hardly_a_step_is_computed_at_once():
     sharing = PrefixSharing()
     bench = make_bench(sharing, max_num_batched_tokens=256)
     for _ in range(8):
-        sharing._time.note_step(1, 0, 0, 0.010)
-        sharing._time.note_step(32, 0, 0, 0.019)
+        sharing._time.note_step(1, 0, 0, 0, 0.010)
+        sharing._time.note_step(32, 0, 0, 0, 0.019)
     bench.add(*map(make_common, "ab"))
     bench.step(0)
     assert bench.running == {"a", "b"}
@@ -200,8 +200,8 @@ def test_a_prefix_of_some_steps_is_waited_for():
     sharing = PrefixSharing()
     bench = make_bench(sharing, max_num_batched_tokens=256)
     for _ in range(8):
-        sharing._time.note_step(1, 0, 0, 0.010)
-        sharing._time.note_step(32, 0, 0, 0.040)
+        sharing._time.note_step(1, 0, 0, 0, 0.010)
+        sharing._time.note_step(32, 0, 0, 0, 0.040)
     bench.add(*map(make_common, "ab"))
     bench.step(0)
     assert bench.running == {"a"}
@@ -213,7 +213,7 @@ def test_what_prompts_take_is_known_to_deadlines_too_and_in_the_next_epoch():
     sharing, watch = PrefixSharing(), DeadlineWatch(demotes=False)
     bench = Bench(ranked(by_deadline, None, watch), sharing=sharing)
     for _ in range(8):
-        sharing._time.note_step(32, 0, 0, 0.040)
+        sharing._time.note_step(32, 0, 0, 0, 0.040)
     bench.scheduler.reset()
     assert sharing.seconds(8, 0) == pytest.approx(0.040)
     assert watch._remaining._prompt_time is sharing._time

@@ -6,11 +6,14 @@ from itertools import pairwise
 import pytest
 
 from charonia.control import NO_SHEDDING, FixedDepth, LoadShedding, Speculation
+from charonia.control.estimators.pair_cost import AttentionTime
+from charonia.control.estimators.prompt_time import num_pairs
 from charonia.control.policies import DisplacementByPriority, by_priority, ranked
 from charonia.control.scheduling.prompt_budget import (
     IDLE_FACTOR,
     LEAST_TOKENS,
     LOOK_EVERY,
+    NO_ATTENTION,
     PromptBudget,
 )
 from support.echo import EchoDrafter
@@ -145,7 +148,9 @@ def test_steps_without_decodes_or_time_say_nothing():
 
 
 class Fixed(PromptBudget):
-    def tokens(self, num_decoded: int, num_before: int = 0, pair_s: float = 0.0) -> int:
+    def tokens(
+        self, num_decoded: int, num_before: int = 0, attention: AttentionTime = NO_ATTENTION
+    ) -> int:
         self.asked = num_decoded
         return 3
 
@@ -313,33 +318,47 @@ def test_beside_rows_that_draft_in_every_step_a_prompt_gets_more_than_the_least(
 
 
 PAIR_S = 2e-8
+PAIRS = AttentionTime(PAIR_S)
 
 
 def test_what_is_far_into_a_prompt_gets_fewer_tokens_at_once():
     """Each of its tokens looks at 20,000 others, and the budget has known beginnings alone."""
     machine = Machine(PromptBudget(0.03))
     beginning = machine.run(40)[-1]
-    end = machine.budget.tokens(8, 20_000, PAIR_S)
+    end = machine.budget.tokens(8, 20_000, PAIRS)
     seconds = 0.01 + end * (0.0001 + (20_000 + end / 2) * PAIR_S)
     assert 0.8 * 0.03 <= seconds <= 0.03
     assert end < beginning / 3
-    assert machine.budget.tokens(8, 0, PAIR_S) == pytest.approx(beginning, rel=0.05)
+    assert machine.budget.tokens(8, 0, PAIRS) == pytest.approx(beginning, rel=0.05)
+
+
+def test_keys_that_a_chunk_reads_leave_its_tokens_less_time():
+    machine = Machine(PromptBudget(0.03))
+    machine.run(40)
+    reading = AttentionTime(PAIR_S, 30 * PAIR_S)
+    size = machine.budget.tokens(8, 20_000, reading)
+    seconds = 0.01 + size * 0.0001 + reading.of(num_pairs(size, 20_000), 20_000 + size)
+    assert 0.75 * 0.03 <= seconds <= 0.03
+    assert size < machine.budget.tokens(8, 20_000, PAIRS)
+    assert machine.budget.tokens(8, 200_000, reading) == LEAST_TOKENS
 
 
 def test_the_next_chunk_of_a_prompt_is_as_long_as_those_before_it_allow():
-    asked: list[tuple[int, float]] = []
+    asked: list[tuple[int, AttentionTime]] = []
 
     class Asked(PromptBudget):
-        def tokens(self, num_decoded: int, num_before: int = 0, pair_s: float = 0.0) -> int:
-            asked.append((num_before, pair_s))
+        def tokens(
+            self, num_decoded: int, num_before: int = 0, attention: AttentionTime = NO_ATTENTION
+        ) -> int:
+            asked.append((num_before, attention))
             return 8
 
     bench = Bench(prompt_budget=Asked(0.03))
     bench.add(make_request("a", max_tokens=16))
     bench.step()
-    bench.scheduler._prompt_time._pairs.seconds = PAIR_S
+    bench.scheduler._prompt_time._pairs.time = PAIRS
     bench.add(make_request("b", token_ids=[5] * 20, max_tokens=1))
     bench.ends()
     befores = [num_before for num_before, _ in asked]
     assert befores[:4] == [0, 8, 16, 0], "and none of a prompt that is through"
-    assert {pair_s for _, pair_s in asked} == {PAIR_S}
+    assert {attention for _, attention in asked} == {PAIRS}

@@ -22,9 +22,10 @@ from charonia.control import (
     StepSize,
 )
 from charonia.control.cache import Tiers
+from charonia.control.estimators.pair_cost import AttentionTime
 from charonia.control.policies.fair import VirtualCounters
 from charonia.control.scheduling.fitting import MAX_PASSES
-from charonia.control.scheduling.prompt_budget import PromptBudget
+from charonia.control.scheduling.prompt_budget import NO_ATTENTION, PromptBudget
 from charonia.errors import EngineDiedError, StepFailedError
 from charonia.protocol import Pending, RowSampling, StepPlan
 from support.cache_view import CacheView
@@ -40,7 +41,9 @@ class FewPromptTokens(PromptBudget):
         super().__init__()
         self._num_tokens = num_tokens
 
-    def tokens(self, num_decoded: int, num_before: int = 0, pair_s: float = 0.0) -> int:
+    def tokens(
+        self, num_decoded: int, num_before: int = 0, attention: AttentionTime = NO_ATTENTION
+    ) -> int:
         assert num_decoded > 0
         return self._num_tokens
 

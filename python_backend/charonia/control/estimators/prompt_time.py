@@ -4,7 +4,7 @@ Owns the estimate, learned from past steps, through all epochs of an engine. Kno
 use.
 """
 
-from charonia.control.estimators.pair_cost import PairCost
+from charonia.control.estimators.pair_cost import AttentionTime, PairCost
 from charonia.control.estimators.step_cost import CostCurve
 from charonia.control.state.limits import Limits
 
@@ -24,35 +24,39 @@ class PromptTime:
         self._budget: int  # most tokens of a step
 
     @property
-    def pair_s(self) -> float:
-        """Seconds that a prompt token takes for each token that it attends to."""
-        return self._pairs.seconds
+    def attention(self) -> AttentionTime:
+        """What a prompt's attention takes."""
+        return self._pairs.time
 
     def start_epoch(self, limits: Limits) -> None:
         """Continue with the steps of this engine."""
         self._budget = limits.max_num_batched_tokens
 
     def note_step(
-        self, num_tokens: int, num_prompt_tokens: int, num_pairs: int, seconds: float
+        self, num_tokens: int, num_prompt_tokens: int, num_pairs: int, num_keys: int, seconds: float
     ) -> None:
         """A step computed `num_tokens` tokens, drafts to verify included.
 
         Args:
             num_prompt_tokens: those in rows that compute a prompt.
             num_pairs: pairs of such a token and a token that it attends to.
+            num_keys: tokens that they attend to, once for each of the rows.
             seconds: time in the engine, with the draft model's, because deadlines and waits for a
                 shared prefix run meanwhile.
         """
         if num_prompt_tokens >= max(_LEAST_TOKENS, _PROMPT_SHARE * num_tokens):
-            self._pairs.observe(num_tokens, num_pairs, seconds)
-        self._cost.observe(num_tokens, seconds - num_pairs * self.pair_s)
+            self._pairs.observe(num_tokens, num_pairs, num_keys, seconds)
+        self._cost.observe(num_tokens, seconds - self.attention.of(num_pairs, num_keys))
 
     def of(self, num_tokens: int, num_before: int = 0) -> float:
         """Seconds of `num_tokens` tokens behind `num_before` others; 0 while nothing is known."""
         num_full, rest = divmod(num_tokens, self._budget)
         full_s = num_full * self._cost.at(self._budget) if num_full else 0.0
         rest_s = self._cost.at(rest) if rest else 0.0
-        return full_s + rest_s + self.pair_s * num_pairs(num_tokens, num_before)
+        num_keys = num_full * num_before + self._budget * num_full * (num_full + 1) // 2
+        if rest:
+            num_keys += num_before + num_tokens
+        return full_s + rest_s + self.attention.of(num_pairs(num_tokens, num_before), num_keys)
 
 
 def num_pairs(num_tokens: int, num_before: int) -> int:

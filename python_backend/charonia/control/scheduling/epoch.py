@@ -256,7 +256,7 @@ class Epoch:
         self._budget.observe(step, result, seconds, len(self._policy.running))
         num_tokens = step.num_tokens + step.num_drafts
         self._prompt_time.note_step(
-            num_tokens, step.num_prompt_tokens, step.num_pairs, result.seconds
+            num_tokens, step.num_prompt_tokens, step.num_pairs, step.num_keys, result.seconds
         )
         if self._policy.deadlines is not None:
             self._policy.deadlines.note_step(result.seconds)

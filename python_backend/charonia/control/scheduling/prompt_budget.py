@@ -9,8 +9,8 @@ steps::
 
     tokens = (target - time of a step without prompts) / time that a prompt token adds
 
-The time that a token adds grows along a prompt, because it attends to more tokens. `PromptTime`
-learns the time per attended token; this module learns the rest.
+The time that a token adds grows along a prompt, because it attends to more tokens, and each step
+reads these anew. `PromptTime` learns what that takes; this module learns the rest.
 
 It is used only with `inter_token_target_ms`. Without a target the tokens of the whole step are the
 only limit.
@@ -23,6 +23,7 @@ without such a measurement, or if no more tokens fit, the next step is a step of
 
 from math import sqrt
 
+from charonia.control.estimators.pair_cost import AttentionTime
 from charonia.control.estimators.step_cost import CostCurve
 
 LEAST_TOKENS = 4
@@ -33,6 +34,7 @@ _MARGIN = 0.85  # share of the target to use, because step times scatter
 _RATE_SHARE = 0.3  # weight of the last step in the moving average
 _MAX_GROWTH = 2  # most growth of the tokens from one step to the next
 _LEAST_RATE = 1e-9
+NO_ATTENTION = AttentionTime()
 
 
 class PromptBudget:
@@ -50,21 +52,24 @@ class PromptBudget:
         self._last = LEAST_TOKENS  # prompt tokens that the last step had, or might have had
         self._num_unseen = 0  # steps since `_decodes` was last measured
 
-    def tokens(self, num_decoded: int, num_before: int = 0, pair_s: float = 0.0) -> int:
+    def tokens(
+        self, num_decoded: int, num_before: int = 0, attention: AttentionTime = NO_ATTENTION
+    ) -> int:
         """Most prompt tokens of a step in which other rows generate; at least `LEAST_TOKENS`.
 
         Args:
             num_decoded: tokens that these rows compute, drafts included.
             num_before: computed tokens of the prompt, which its next tokens attend to.
-            pair_s: seconds that a token adds for each token that it attends to.
+            attention: what these tokens take for it.
         """
         decode_s = self._decodes.at(num_decoded)
         target_s = IDLE_FACTOR * decode_s if self._target_s is None else self._target_s
         if self._rate is None or target_s <= 0.0 or self._num_unseen >= LOOK_EVERY:
             return LEAST_TOKENS
-        left_s = max(0.0, _MARGIN * target_s - decode_s)
+        pair_s, key_s = attention
+        left_s = max(0.0, _MARGIN * target_s - decode_s - num_before * key_s)
         # left_s = n * first_s + n^2 / 2 * pair_s
-        first_s = self._rate + num_before * pair_s
+        first_s = self._rate + num_before * pair_s + key_s
         fitting = int(2 * left_s / (first_s + sqrt(first_s**2 + 2 * pair_s * left_s)))
         return max(LEAST_TOKENS, min(fitting, _MAX_GROWTH * self._last))
 

@@ -104,6 +104,7 @@ class RowPlanner:
             step.num_prompts += 1
             step.num_prompt_tokens += num_tokens
             step.num_pairs += num_pairs(num_tokens, begin)
+            step.num_keys += end
             if num_tokens < num_left:
                 step.num_before_rest = end
         step.requests.append(request)

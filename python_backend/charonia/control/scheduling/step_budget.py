@@ -82,7 +82,7 @@ class StepBudget:
         if self._prompts is not None:
             num_drafts = last.num_drafts * num_decodes // last.num_rows
             num_fitting = self._prompts.tokens(
-                num_decodes + num_drafts, last.num_before, self._prompt_time.pair_s
+                num_decodes + num_drafts, last.num_before, self._prompt_time.attention
             )
             num_tokens = min(num_tokens, num_fitting)
         return max(1, int(num_tokens * shedding.prompt_share))
@@ -126,8 +126,8 @@ class StepBudget:
             num_given = sum(len(row.token_ids) for row in result.rows)
             token_s = seconds * num_rows / max(num_given, num_rows)
         if self._prompts is not None:
-            by_itself_s = seconds - step.num_pairs * self._prompt_time.pair_s
-            self._prompts.observe(num_decoded, step.num_prompt_tokens, by_itself_s)
+            attention_s = self._prompt_time.attention.of(step.num_pairs, step.num_keys)
+            self._prompts.observe(num_decoded, step.num_prompt_tokens, seconds - attention_s)
         if self._sizes is not None:
             num_prompt_tokens = step.num_prompt_tokens
             self._sizes.observe(num_decoded, num_prompt_tokens, num_rows, seconds, token_s)

@@ -82,7 +82,8 @@ class Step:
         num_sampling: rows that will sample a token.
         num_prompts, num_prompt_tokens: rows that have more than one token left to compute, and the
             tokens of these rows in this step.
-        num_pairs: pairs of such a token and a token that it attends to.
+        num_pairs: pairs of such a token and a token that it attends to. num_keys: the tokens that
+            such a row attends to, summed over these rows.
         num_before_rest: computed tokens of a prompt that the step leaves unfinished; 0 if it leaves
             none.
         joins: rows that begin with it. copies: block copies for them.
@@ -103,6 +104,7 @@ class Step:
     num_prompts: int = 0
     num_prompt_tokens: int = 0
     num_pairs: int = 0
+    num_keys: int = 0
     num_before_rest: int = 0
     joins: list[NewRow] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
