@@ -11,7 +11,7 @@ import pytest
 from charonia.core.output.outputs import Chunk
 from charonia.errors import CharoniaError, InvalidRequestError
 from charonia.serving.conventions.schema import GenerateCall, OutputOptions
-from charonia.serving.requests.quota import Quota
+from charonia.serving.requests.queue_limit import QueueLimit
 from charonia.serving.requests.raw_request import Outputs, RawRequest
 from charonia.serving.requests.sessions import Sessions
 from charonia.serving.requests.tensors import refuse_all
@@ -61,7 +61,7 @@ def test_a_stream_whose_send_is_under_way_at_the_end_still_gets_its_last_respons
     sessions = Sessions(
         None,  # type: ignore[arg-type]
         2,
-        Quota(9, 9),
+        QueueLimit(9, 9),
         Endless(),
         log=lambda line: None,
     )

@@ -29,7 +29,7 @@ from charonia.protocol import EngineInfo
 from charonia.serving.requests import intake
 from charonia.serving.requests.cancellations import MAX_NAMES, Cancellations
 from charonia.serving.requests.intake import Intake, Pipeline
-from charonia.serving.requests.quota import Quota
+from charonia.serving.requests.queue_limit import QueueLimit
 from charonia.serving.requests.raw_request import RawRequest
 from charonia.serving.requests.sessions import Sessions
 from charonia.serving.requests.tensors import INTERNAL_ERROR
@@ -90,12 +90,12 @@ class Bench:
             log=lambda line: None,
             request_log=request_log,
         )
-        self.quota = Quota(8, 10**6)
-        self.tokenizing = Tokenizing(1, Quota(2, 10**6), log=self.log.append)
+        self.queue_limit = QueueLimit(8, 10**6)
+        self.tokenizing = Tokenizing(1, QueueLimit(2, 10**6), log=self.log.append)
         self.sessions = Sessions(
             self.tokenizer,
             2,
-            self.quota,
+            self.queue_limit,
             Pipeline(self.tokenizing, self.service),
             log=self.log.append,
         )
@@ -154,7 +154,7 @@ def bench(new_responder: Callable[[], Any]) -> Iterator[Bench]:
     made = Bench(new_responder)
     yield made
     made.close()
-    assert made.quota.held == (0, 0)
+    assert made.queue_limit.held == (0, 0)
 
 
 def error_of(responder: Any) -> Exception:

@@ -20,7 +20,7 @@ from charonia.events import parse_event
 from charonia.serving.hosts.proxy import LOST, ProxyHost
 from charonia.serving.messages.relay_client import SchedulerClient
 from charonia.serving.messages.relay_server import RelayedResponder
-from charonia.serving.requests.quota import Quota
+from charonia.serving.requests.queue_limit import QueueLimit
 from charonia.serving.requests.raw_request import Outputs, RawRequest
 from support.pb_utils import InferenceResponse, PbUtils, Request, request_of
 from support.proxies import answer_to, new_proxy, text_request
@@ -39,8 +39,8 @@ def scheduler(tmp_path: Path) -> Iterator[SchedulerEnd]:
 
 @pytest.fixture
 def host(pb_utils: PbUtils, tmp_path: Path) -> Iterator[ProxyHost]:
-    quota = Quota(MAX_WAITING, 2**27)
-    host = new_proxy(pb_utils, tmp_path, quota, is_decoupled=False)
+    queue_limit = QueueLimit(MAX_WAITING, 2**27)
+    host = new_proxy(pb_utils, tmp_path, queue_limit, is_decoupled=False)
     yield host
     host.finalize()
 
@@ -177,20 +177,20 @@ def test_what_is_over_the_bounds_is_refused_and_what_was_answered_makes_room(
 def test_a_request_counts_until_it_is_answered(
     scheduler: SchedulerEnd, pb_utils: PbUtils, tmp_path: Path
 ) -> None:
-    quota = Quota(MAX_WAITING, 2**27)
-    host = new_proxy(pb_utils, tmp_path, quota, is_decoupled=False)
+    queue_limit = QueueLimit(MAX_WAITING, 2**27)
+    host = new_proxy(pb_utils, tmp_path, queue_limit, is_decoupled=False)
     counts: SimpleQueue[int] = SimpleQueue()
     requests = [text_request() for _ in range(3)]
     for request in requests:
-        request.sender.send = lambda response, flags=0: counts.put(quota.held[0])
+        request.sender.send = lambda response, flags=0: counts.put(queue_limit.held[0])
     host.execute(requests)
     responders = [scheduler.next()[2] for _ in requests]
     responders[0].send({"text_output": ["y"]}, is_final=True)
     assert counts.get(timeout=WAIT_S) == 3
-    eventually(lambda: quota.held[0] == 2)
+    eventually(lambda: queue_limit.held[0] == 2)
     scheduler.relay.close()
     assert [counts.get(timeout=WAIT_S) for _ in requests[1:]] == [2, 1]
-    eventually(lambda: quota.held == (0, 0))
+    eventually(lambda: queue_limit.held == (0, 0))
     host.finalize()
 
 
@@ -268,8 +268,8 @@ def test_a_proxy_whose_requests_hold_up_the_servers_end_tells_the_scheduler(
 def test_a_decoupled_front_passes_streams_on_and_says_so(
     pb_utils: PbUtils, scheduler: SchedulerEnd, tmp_path: Path
 ) -> None:
-    quota = Quota(MAX_WAITING, 2**27)
-    host = new_proxy(pb_utils, tmp_path, quota, is_decoupled=True)
+    queue_limit = QueueLimit(MAX_WAITING, 2**27)
+    host = new_proxy(pb_utils, tmp_path, queue_limit, is_decoupled=True)
     request = request_of(text_input=np.array([b"x"], dtype=object), stream=np.array([True]))
     host.execute([request])
     key, _, responder = scheduler.next()
@@ -280,7 +280,7 @@ def test_a_decoupled_front_passes_streams_on_and_says_so(
         assert response.output_tensors()[0].as_numpy().item().decode() == f"text {number}"
     responder.fail(QueueFullError("full"))
     assert answer_to(request) == ("full [charonia:queue_full]", "UNAVAILABLE")
-    eventually(lambda: quota.held == (0, 0))
+    eventually(lambda: queue_limit.held == (0, 0))
     host.finalize()
 
 
@@ -319,8 +319,8 @@ class Half:
 
 
 @pytest.fixture
-def quota() -> Quota:
-    return Quota(MAX_WAITING, 2**27)
+def queue_limit() -> QueueLimit:
+    return QueueLimit(MAX_WAITING, 2**27)
 
 
 @pytest.fixture
@@ -330,10 +330,10 @@ def log() -> list[str]:
 
 @pytest.fixture
 def pair_host(
-    pb_utils: PbUtils, scheduler: SchedulerEnd, tmp_path: Path, quota: Quota, log: list[str]
+    pb_utils: PbUtils, scheduler: SchedulerEnd, tmp_path: Path, queue_limit: QueueLimit, log: list[str]
 ) -> Iterator[ProxyHost]:
     host = new_proxy(
-        pb_utils, tmp_path, quota, is_decoupled=True, convention=Pair(), log=log.append
+        pb_utils, tmp_path, queue_limit, is_decoupled=True, convention=Pair(), log=log.append
     )
     yield host
     host.finalize()
@@ -350,7 +350,7 @@ def sent_to(request: Request, num: int) -> list[str]:
 
 
 def test_the_parts_of_a_request_are_answered_to_one_client_which_ends_with_the_last(
-    scheduler: SchedulerEnd, pair_host: ProxyHost, quota: Quota
+    scheduler: SchedulerEnd, pair_host: ProxyHost, queue_limit: QueueLimit
 ) -> None:
     request = text_request()
     pair_host.execute([request])
@@ -362,11 +362,11 @@ def test_the_parts_of_a_request_are_answered_to_one_client_which_ends_with_the_l
     first.send({"text_output": ["b"]}, is_final=True)
     assert sent_to(request, 4) == ["1: a", "0: a", "0: a", "0: b"]
     assert not request.sender.ended.is_set()
-    assert quota.held[0] == 1
+    assert queue_limit.held[0] == 1
     second.send({"text_output": ["c"]}, is_final=True)
     assert sent_to(request, 1) == ["1: c"]
     assert request.sender.ended.wait(WAIT_S)
-    eventually(lambda: quota.held == (0, 0))
+    eventually(lambda: queue_limit.held == (0, 0))
 
 
 def test_an_error_of_one_part_leaves_the_others(
@@ -384,7 +384,7 @@ def test_an_error_of_one_part_leaves_the_others(
 
 
 def test_a_client_that_goes_away_cancels_all_its_parts_and_is_told_nothing(
-    scheduler: SchedulerEnd, pair_host: ProxyHost, quota: Quota
+    scheduler: SchedulerEnd, pair_host: ProxyHost, queue_limit: QueueLimit
 ) -> None:
     request = text_request()
     pair_host.execute([request])
@@ -396,11 +396,11 @@ def test_a_client_that_goes_away_cancels_all_its_parts_and_is_told_nothing(
         responder.fail(RequestCancelledError("the request was cancelled"))
     assert request.sender.ended.wait(WAIT_S)
     assert request.sender.sent.empty()
-    eventually(lambda: quota.held == (0, 0))
+    eventually(lambda: queue_limit.held == (0, 0))
 
 
 def test_an_answer_that_cannot_be_made_is_an_error_and_no_end(
-    scheduler: SchedulerEnd, pair_host: ProxyHost, quota: Quota, log: list[str]
+    scheduler: SchedulerEnd, pair_host: ProxyHost, queue_limit: QueueLimit, log: list[str]
 ) -> None:
     request = text_request()
     request.id, request.parameters_json = "7", '{"tenant": "t"}'
@@ -416,13 +416,13 @@ def test_an_answer_that_cannot_be_made_is_an_error_and_no_end(
     assert "internal error" in said
     ((name, fields),) = filter(None, map(parse_event, log))
     assert (name, fields["request_id"], fields["tenant"]) == ("response_not_passed_on", "7", "t")
-    eventually(lambda: quota.held == (0, 0))
+    eventually(lambda: queue_limit.held == (0, 0))
 
 
 def test_a_request_of_which_one_part_cannot_be_handed_in_is_refused_and_the_others_cancelled(
     scheduler: SchedulerEnd,
     pair_host: ProxyHost,
-    quota: Quota,
+    queue_limit: QueueLimit,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     num_sent = 0
@@ -446,7 +446,7 @@ def test_a_request_of_which_one_part_cannot_be_handed_in_is_refused_and_the_othe
     assert request.sender.ended.wait(WAIT_S)
     key, _, responder = scheduler.next()
     assert scheduler.cancelled.get(timeout=WAIT_S) == key
-    assert quota.held == (0, 0)
+    assert queue_limit.held == (0, 0)
     responder.send({"text_output": ["late"]}, is_final=True)
     again = text_request()
     pair_host.execute([again])
@@ -456,7 +456,7 @@ def test_a_request_of_which_one_part_cannot_be_handed_in_is_refused_and_the_othe
 
 
 def test_the_end_of_a_proxy_answers_a_request_of_many_parts_once(
-    scheduler: SchedulerEnd, pair_host: ProxyHost, quota: Quota
+    scheduler: SchedulerEnd, pair_host: ProxyHost, queue_limit: QueueLimit
 ) -> None:
     request = text_request()
     pair_host.execute([request])
@@ -464,4 +464,4 @@ def test_the_end_of_a_proxy_answers_a_request_of_many_parts_once(
     pair_host.finalize()
     assert sent_to(request, 1) == ["the server is shutting down [charonia:shutting_down]"]
     assert request.sender.ended.wait(WAIT_S)
-    assert quota.held == (0, 0)
+    assert queue_limit.held == (0, 0)

@@ -21,7 +21,7 @@ from charonia.errors import (
 )
 from charonia.serving.conventions.schema import OutputOptions
 from charonia.serving.requests import session, sessions
-from charonia.serving.requests.quota import Quota
+from charonia.serving.requests.queue_limit import QueueLimit
 from charonia.serving.requests.raw_request import Outputs
 from charonia.serving.requests.sessions import (
     LOST_RESPONSE_S,
@@ -53,11 +53,11 @@ class Harness:
         self.cancelled: list[str] = []
         self.cancelled_samples: list[tuple[str, Collection[int]]] = []
         self.log: list[str] = []
-        self.quota = Quota(100, 1000)
+        self.queue_limit = QueueLimit(100, 1000)
         self.sessions = Sessions(
             Tokenizer(make_tokenizer()),
             num_threads,
-            self.quota,
+            self.queue_limit,
             self,
             log=self.log.append,
             stream_interval=stream_interval,
@@ -344,7 +344,7 @@ def test_an_error_does_not_wait_for_ever_for_reports(
     eventually(lambda: responder.sent)
     sink(Chunk("k", error=RequestCancelledError("the request was cancelled")))
     eventually(lambda: responder.failures)
-    assert harness.quota.held == (0, 0)
+    assert harness.queue_limit.held == (0, 0)
 
 
 def test_each_response_of_a_named_request_has_its_number_and_tenant(
@@ -369,7 +369,7 @@ def test_what_requests_hold_is_bounded_and_given_back(harness: Harness, new_resp
     harness.sessions.drop("b")
     harness.sessions.drop("b")
     sink(chunk(0, is_last=True))
-    eventually(lambda: harness.quota.held == (0, 0))
+    eventually(lambda: harness.queue_limit.held == (0, 0))
 
 
 def test_a_flood_of_cancellations_is_one(harness: Harness, new_responder: Any) -> None:

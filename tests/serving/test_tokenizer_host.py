@@ -11,7 +11,7 @@ import pytest
 
 from charonia.events import parse_event
 from charonia.serving.hosts.tokenizer import TokenizerHost
-from charonia.serving.requests.quota import Quota
+from charonia.serving.requests.queue_limit import QueueLimit
 from charonia.serving.requests.tokenizing import INLINE_CHARACTERS
 from support.checkpoints import make_tokenizer
 from support.pb_utils import PbUtils, Sender, request_of
@@ -26,10 +26,10 @@ class Bench:
     def __init__(self, pb_utils: PbUtils, directory: Path) -> None:
         self._model_file = directory / "model.json"
         make_tokenizer().save(str(directory / "tokenizer.json"))
-        self.quota = Quota(8, 10**6)
+        self.queue_limit = QueueLimit(8, 10**6)
         self.configure(8)
         self.log: list[str] = []
-        self.host = TokenizerHost(pb_utils, self._model_file, self.quota, log=self.log.append)
+        self.host = TokenizerHost(pb_utils, self._model_file, self.queue_limit, log=self.log.append)
 
     def configure(self, max_model_len: int) -> None:
         """As an engine is loaded that takes so many tokens."""
@@ -73,7 +73,7 @@ def bench(pb_utils: PbUtils, tmp_path: Path) -> Iterator[Bench]:
     made = Bench(pb_utils, tmp_path)
     yield made
     made.host.finalize()
-    assert made.quota.held == (0, 0)
+    assert made.queue_limit.held == (0, 0)
 
 
 @pytest.mark.parametrize("num", [10, MANY])

@@ -14,7 +14,7 @@ from charonia.errors import (
     RequestTimeoutError,
     ShuttingDownError,
 )
-from charonia.serving.requests.quota import Quota
+from charonia.serving.requests.queue_limit import QueueLimit
 from charonia.serving.requests.tokenizing import Prompt, Tokenizing
 from support.waiting import WAIT_S, eventually
 
@@ -27,8 +27,8 @@ class Bench:
 
     def __init__(self) -> None:
         self.log: list[str] = []
-        self.quota = Quota(MAX_COUNT, MAX_BYTES)
-        self.tokenizing = Tokenizing(1, self.quota, log=self.log.append)
+        self.queue_limit = QueueLimit(MAX_COUNT, MAX_BYTES)
+        self.tokenizing = Tokenizing(1, self.queue_limit, log=self.log.append)
         self.outcomes: list[tuple[str, Outcome]] = []
         self.may_go_on = threading.Event()
 
@@ -71,14 +71,14 @@ def bench() -> Iterator[Bench]:
     yield made
     made.may_go_on.set()
     made.tokenizing.close()
-    assert made.quota.held == (0, 0)
+    assert made.queue_limit.held == (0, 0)
 
 
 def test_prompts_become_ids_and_hold_nothing_afterwards(bench: Bench) -> None:
     for key in "abc":
         bench.submit(key)
     assert [bench.outcome(key) for key in "abc"] == [[1]] * 3
-    eventually(lambda: bench.quota.held == (0, 0))
+    eventually(lambda: bench.queue_limit.held == (0, 0))
 
 
 def test_what_an_encoder_raises_is_its_requests_error(bench: Bench) -> None:
@@ -110,7 +110,7 @@ def test_what_is_over_the_limits_is_refused_at_once(bench: Bench) -> None:
     assert not bench.outcomes
     bench.may_go_on.set()
     assert bench.outcome("nothing either") == [1]
-    eventually(lambda: bench.quota.held == (0, 0))
+    eventually(lambda: bench.queue_limit.held == (0, 0))
     bench.submit("very large", num_bytes=10 * MAX_BYTES)  # alone it may have more
     assert bench.outcome("very large") == [1]
 
@@ -120,12 +120,12 @@ def test_a_request_can_be_cancelled_while_it_waits_and_while_it_is_tokenized(ben
     bench.submit("waiting")
     assert bench.tokenizing.cancel("waiting")
     assert isinstance(bench.outcome("waiting"), RequestCancelledError)
-    assert bench.quota.held == (1, 10)
+    assert bench.queue_limit.held == (1, 10)
     assert bench.tokenizing.cancel("slow")
     assert isinstance(bench.outcome("slow"), RequestCancelledError)
     assert not bench.tokenizing.cancel("slow")
     bench.may_go_on.set()
-    eventually(lambda: bench.quota.held == (0, 0))
+    eventually(lambda: bench.queue_limit.held == (0, 0))
     assert len(bench.outcomes) == 2
 
 
@@ -161,7 +161,7 @@ def test_a_request_counts_until_it_is_answered(bench: Bench) -> None:
 
     def submit(key: str, encode: Callable[[], list[int]]) -> None:
         def done(outcome: Outcome) -> None:
-            counts.append(bench.quota.held[0])
+            counts.append(bench.queue_limit.held[0])
 
         bench.tokenizing.submit(Prompt(key, encode, 1, None, done))
 
@@ -169,9 +169,9 @@ def test_a_request_counts_until_it_is_answered(bench: Bench) -> None:
     eventually(lambda: not bench.tokenizing._queue)
     submit("waiting", lambda: [1])
     bench.tokenizing.cancel("waiting")
-    assert (counts, bench.quota.held[0]) == ([2], 1)
+    assert (counts, bench.queue_limit.held[0]) == ([2], 1)
     bench.may_go_on.set()
-    eventually(lambda: bench.quota.held[0] == 0)
+    eventually(lambda: bench.queue_limit.held[0] == 0)
     assert counts == [2, 1]
 
 
@@ -182,9 +182,9 @@ def test_closing_answers_all_that_wait_and_takes_no_more() -> None:
     bench.tokenizing.close()
     assert isinstance(bench.outcome("waiting"), ShuttingDownError)
     assert isinstance(bench.outcome("slow"), ShuttingDownError)
-    assert bench.quota.held == (1, 10)  # nobody waited for the one that is being tokenized
+    assert bench.queue_limit.held == (1, 10)  # nobody waited for the one that is being tokenized
     with pytest.raises(ShuttingDownError):
         bench.submit("late")
     bench.may_go_on.set()
-    eventually(lambda: bench.quota.held == (0, 0))
+    eventually(lambda: bench.queue_limit.held == (0, 0))
     assert len(bench.outcomes) == 2

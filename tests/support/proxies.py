@@ -8,7 +8,7 @@ import numpy as np
 
 from charonia.serving.conventions.convention import Convention, PlainConvention
 from charonia.serving.hosts.proxy import ProxyHost
-from charonia.serving.requests.quota import Quota
+from charonia.serving.requests.queue_limit import QueueLimit
 from support.pb_utils import Request, request_of
 from support.waiting import WAIT_S
 
@@ -16,7 +16,7 @@ from support.waiting import WAIT_S
 def new_proxy(
     pb_utils: Any,
     repository: Path,
-    quota: Quota,
+    queue_limit: QueueLimit,
     *,
     is_decoupled: bool,
     convention: Convention | None = None,
@@ -26,7 +26,7 @@ def new_proxy(
         pb_utils,
         "scheduler",
         repository,
-        quota,
+        queue_limit,
         convention or PlainConvention(is_decoupled=is_decoupled),
         is_decoupled=is_decoupled,
         log=log,

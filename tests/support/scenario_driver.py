@@ -295,7 +295,7 @@ class Driver:
         passed by anybody.
         """
         name = self.scenario.policy
-        if self.scheduler._suspects.first is not None:
+        if self.scheduler._poison_detector.first is not None:
             return
         live = self.scheduler.requests
         waiting = [one for one in live if one.row is None and one not in one.group.parked]

@@ -9,7 +9,7 @@ import triton_python_backend_utils as pb_utils
 from charonia.errors import CharoniaError
 from charonia.serving.hosts import model_process
 from charonia.serving.hosts.tokenizer import TokenizerHost
-from charonia.serving.requests.quota import Quota
+from charonia.serving.requests.queue_limit import QueueLimit
 from charonia.supervision.open_calls import OpenCalls
 
 
@@ -24,7 +24,7 @@ class TritonPythonModel:
         model_file = Path(args["model_repository"]).parent / engine_model / "1" / "model.json"
         try:
             self._host = TokenizerHost(
-                pb_utils, model_file, Quota.configured(parameters, OpenCalls().note), log=log
+                pb_utils, model_file, QueueLimit.configured(parameters, OpenCalls().note), log=log
             )
         except CharoniaError as error:
             raise pb_utils.TritonModelException(str(error)) from None

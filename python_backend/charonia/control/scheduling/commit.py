@@ -8,7 +8,7 @@ from charonia.control.cache.block_tables import BlockTables
 from charonia.control.drafts.speculation import Speculation
 from charonia.control.policies import Service
 from charonia.control.scheduling.live_requests import LiveRequests
-from charonia.control.scheduling.suspects import Suspects
+from charonia.control.scheduling.poison_detector import PoisonDetector
 from charonia.control.state.limits import Limits
 from charonia.control.state.request import Request, Update
 from charonia.control.state.stats import SchedulerStats
@@ -20,7 +20,7 @@ class Commit:
     """Commits one epoch's steps, in the order of their plans.
 
     Args:
-        suspects: told which requests made progress.
+        poison_detector: told which requests made progress.
         service: told about generated tokens; None if the policy's order does not depend on them.
         speculation: told how many drafts were accepted. stats: counts drafts.
     """
@@ -30,7 +30,7 @@ class Commit:
         limits: Limits,
         blocks: BlockTables,
         live: LiveRequests,
-        suspects: Suspects,
+        poison_detector: PoisonDetector,
         service: Service | None,
         speculation: Speculation | None,
         stats: SchedulerStats,
@@ -38,7 +38,7 @@ class Commit:
         self._flops_per_token = limits.flops_per_token
         self._blocks = blocks
         self._live = live
-        self._suspects = suspects
+        self._poison_detector = poison_detector
         self._service = service
         self._speculation = speculation
         self._stats = stats
@@ -59,7 +59,7 @@ class Commit:
         updates, drafts = [], step.drafts
         flops_per_token = self._flops_per_token
         seconds_per_token = result.seconds / max(1, step.num_tokens + step.num_drafts)
-        suspect = self._suspects.first
+        suspect = self._poison_detector.first
         rows = zip(step.requests, step.rows, result.rows, strict=True)
         for place, (request, planned, row_result) in enumerate(rows):
             assert row_result.row == planned.row, "wrong row"
@@ -76,7 +76,7 @@ class Commit:
                 request.num_sampling -= 1
             if not request.is_ended:
                 if request is suspect and row_result.token_ids:
-                    self._suspects.acquit(request)
+                    self._poison_detector.acquit(request)
                 update = self._commit_row(request, num_tokens, draft, row_result)
                 if update is not None:
                     updates.append(update)

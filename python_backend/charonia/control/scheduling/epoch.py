@@ -49,7 +49,7 @@ from charonia.control.scheduling.prefix_sharing import PrefixSharing
 from charonia.control.scheduling.row_planner import RowPlanner
 from charonia.control.scheduling.rows import Rows
 from charonia.control.scheduling.step_budget import StepBudget
-from charonia.control.scheduling.suspects import Suspects
+from charonia.control.scheduling.poison_detector import PoisonDetector
 from charonia.control.scheduling.transfers import Transfers
 from charonia.control.state.limits import Limits
 from charonia.control.state.request import Request, Update
@@ -84,7 +84,7 @@ class Epoch:
         live: LiveRequests,
         policy: Policy,
         budget: StepBudget,
-        suspects: Suspects,
+        poison_detector: PoisonDetector,
         speculation: Speculation | None,
         prompt_time: PromptTime,
         sharing: PrefixSharing | None,
@@ -97,7 +97,7 @@ class Epoch:
         self._live = live
         self._policy = policy
         self._budget = budget
-        self._suspects = suspects
+        self._poison_detector = poison_detector
         self._speculation = speculation
         self._prompt_time = prompt_time
         self._stats = stats
@@ -124,7 +124,7 @@ class Epoch:
             sharing,
             stats,
         )
-        self._commit = Commit(limits, blocks, live, suspects, policy.service, speculation, stats)
+        self._commit = Commit(limits, blocks, live, poison_detector, policy.service, speculation, stats)
         self.transfers = Transfers(limits, blocks, fitting, tiers, fetching)
         live.start_epoch(limits, blocks, self._rows, self._lookups)
         budget.start_epoch(limits)
@@ -146,7 +146,7 @@ class Epoch:
         if not self.limits.overlaps or not self._in_flight:
             return False
         last = self._in_flight[-1]
-        if self._is_short or last.drafts or self._suspects.first is not None:
+        if self._is_short or last.drafts or self._poison_detector.first is not None:
             return False
         if self._speculation is None or not shedding.speculates:
             return True
@@ -167,7 +167,7 @@ class Epoch:
             return None
         speculation = self._speculation if shedding.speculates else None
         self._lookups.reserve(len(self._policy.waiting))
-        suspect = self._suspects.first
+        suspect = self._poison_detector.first
         if suspect is not None:
             self._isolate(suspect)
         step = self._begin(now, shedding)

@@ -21,7 +21,7 @@ from charonia.control.estimators.output_lengths import OutputLengths
 from charonia.control.estimators.peak_memory import PeakMemory
 from charonia.control.policies import Policy
 from charonia.control.scheduling.rows import Rows
-from charonia.control.scheduling.suspects import Suspects
+from charonia.control.scheduling.poison_detector import PoisonDetector
 from charonia.control.state.limits import Limits
 from charonia.control.state.request import Group, Request
 from charonia.control.state.stats import SchedulerStats
@@ -33,7 +33,7 @@ class LiveRequests:
 
     Args:
         policy: holds the waiting and the running requests, each in its order.
-        suspects, speculation, lengths, peak_memory: told when a request ends.
+        poison_detector, speculation, lengths, peak_memory: told when a request ends.
         stats: counts preemptions.
 
     Attributes:
@@ -44,7 +44,7 @@ class LiveRequests:
     def __init__(
         self,
         policy: Policy,
-        suspects: Suspects,
+        poison_detector: PoisonDetector,
         speculation: Speculation | None,
         lengths: OutputLengths,
         peak_memory: PeakMemory | None,
@@ -55,7 +55,7 @@ class LiveRequests:
         self._policy = policy
         self._waiting = policy.waiting
         self._running = policy.running
-        self._suspects = suspects
+        self._poison_detector = poison_detector
         self._speculation = speculation
         self._lengths = lengths
         self._peak_memory = peak_memory
@@ -220,7 +220,7 @@ class LiveRequests:
             if request.num_in_flight:
                 self.ended.append(request)
                 continue
-            self._suspects.forget(request)
+            self._poison_detector.forget(request)
             if request.row is not None:
                 self._blocks.release(request)
                 self._give_row_back(request)

@@ -32,7 +32,7 @@ from charonia.control.scheduling.prefix_sharing import PrefixSharing
 from charonia.control.scheduling.prompt_budget import PromptBudget
 from charonia.control.scheduling.step_budget import StepBudget
 from charonia.control.scheduling.step_size import StepSize
-from charonia.control.scheduling.suspects import Suspects
+from charonia.control.scheduling.poison_detector import PoisonDetector
 from charonia.control.state.limits import Limits
 from charonia.control.state.request import Request, Update
 from charonia.control.state.stats import SchedulerStats
@@ -86,7 +86,7 @@ class Scheduler:
         self._speculation = speculation
         self._sharing = sharing
         self._peak_memory = peak_memory
-        self._suspects = Suspects()
+        self._poison_detector = PoisonDetector()
         lengths = OutputLengths()
         if self._policy.deadlines is not None:
             self._policy.deadlines.start(lengths, self._prompt_time)
@@ -95,7 +95,7 @@ class Scheduler:
         if peak_memory is not None:
             peak_memory.start(lengths)
         self._live = LiveRequests(
-            self._policy, self._suspects, speculation, lengths, peak_memory, self.stats
+            self._policy, self._poison_detector, speculation, lengths, peak_memory, self.stats
         )
         self._pool = pool
         self._late: list[Late] = []  # see take_late()
@@ -249,10 +249,10 @@ class Scheduler:
         """Note that the engine died with the steps in flight; call before `reset`.
 
         Returns:
-            The request that killed it, which is ended now; None if it is unknown (see `suspects`),
-            or had ended before.
+            The request that killed it, which is ended now; None if it is unknown (see
+            `PoisonDetector`), or had ended before.
         """
-        guilty = self._suspects.note_death(self.requests)
+        guilty = self._poison_detector.note_death(self.requests)
         if guilty is None or guilty.is_ended:
             return None
         self._live.end(guilty)
@@ -267,7 +267,7 @@ class Scheduler:
             live=self._live,
             policy=self._policy,
             budget=self._budget,
-            suspects=self._suspects,
+            poison_detector=self._poison_detector,
             speculation=self._speculation,
             prompt_time=self._prompt_time,
             sharing=self._sharing,

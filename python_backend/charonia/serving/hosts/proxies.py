@@ -5,7 +5,7 @@ Owns the parameters of proxies. Must not know what a proxy does.
     scheduler_model  the scheduler behind it; absent if the model needs none
     convention       "" for the scheduler's own, or a model of `trtllm.tables`
     engine_model     its tokenizer is used, by conventions that need one
-    max_queue_size, max_queue_bytes  see `Quota`
+    max_queue_size, max_queue_bytes  see `QueueLimit`
 """
 
 import json
@@ -24,7 +24,7 @@ from charonia.serving.conventions.trtllm.text import (
     TextModel,
 )
 from charonia.serving.hosts.proxy import ProxyHost
-from charonia.serving.requests.quota import Quota
+from charonia.serving.requests.queue_limit import QueueLimit
 from charonia.supervision.open_calls import OpenCalls
 from charonia.text.tokenizer import Tokenizer
 
@@ -66,12 +66,12 @@ def make_proxy(pb_utils: Any, args: Mapping[str, str], log: Callable[[str], None
         name: parameter["string_value"] for name, parameter in config["parameters"].items()
     }
     repository = Path(args["model_repository"]).parent
-    quota = Quota.configured(config["parameters"], OpenCalls().note)
+    queue_limit = QueueLimit.configured(config["parameters"], OpenCalls().note)
     name = parameters.get("convention", "")
     if name in _TEXT_MODELS:
         engine = _engine(parameters, repository)
         model = _TEXT_MODELS[name](_tokenizer(engine), Path(engine.model))
-        return TextHost(pb_utils, model, quota, log=log)
+        return TextHost(pb_utils, model, queue_limit, log=log)
     convention: Convention
     if not name:
         convention = PlainConvention(is_decoupled=is_decoupled)
@@ -85,7 +85,7 @@ def make_proxy(pb_utils: Any, args: Mapping[str, str], log: Callable[[str], None
         pb_utils,
         parameters["scheduler_model"],
         repository,
-        quota,
+        queue_limit,
         convention,
         is_decoupled=is_decoupled,
         log=log,

@@ -22,7 +22,7 @@ from charonia.serving.hosts.open_requests import ClientRequest, OpenPart, OpenRe
 from charonia.serving.hosts.scheduler_address import SchedulerAddress
 from charonia.serving.messages.relay import RelayedAnswer
 from charonia.serving.messages.relay_client import SchedulerClient
-from charonia.serving.requests.quota import Quota
+from charonia.serving.requests.queue_limit import QueueLimit
 from charonia.serving.requests.raw_request import RawRequest
 from charonia.serving.requests.responders import (
     CancellationPoller,
@@ -42,7 +42,7 @@ class ProxyHost:
 
     Args:
         scheduler_model: its name. repository: directory of the models.
-        quota: limits of the requests that wait here for their answers.
+        queue_limit: limits of the requests that wait here for their answers.
         convention: translates requests and answers. is_decoupled: whether Triton takes several
             responses to a request.
         log: takes one line, from any thread.
@@ -53,14 +53,14 @@ class ProxyHost:
         pb_utils: Any,
         scheduler_model: str,
         repository: Path,
-        quota: Quota,
+        queue_limit: QueueLimit,
         convention: Convention,
         *,
         is_decoupled: bool,
         log: Callable[[str], None],
     ) -> None:
         self._pb_utils = pb_utils
-        self._quota = quota
+        self._queue_limit = queue_limit
         self._convention = convention
         self._is_decoupled = is_decoupled
         self._log = log
@@ -103,7 +103,7 @@ class ProxyHost:
     def _hand_in(self, raw: RawRequest, responder: TritonResponder) -> None:
         parts = self._convention.split(raw)
         client = ClientRequest(responder, raw.num_bytes, raw.log_fields)
-        self._quota.take(raw.num_bytes)
+        self._queue_limit.take(raw.num_bytes)
         try:
             if self._scheduler is None:
                 self._connect()
@@ -114,7 +114,7 @@ class ProxyHost:
                     self._send(self._scheduler, request, client, part)
                 self._open.poll(client)
         except BaseException:
-            self._quota.give_back(raw.num_bytes)
+            self._queue_limit.give_back(raw.num_bytes)
             raise
 
     def _send(
@@ -207,13 +207,13 @@ class ProxyHost:
 
     @contextlib.contextmanager
     def _ending(self, client: ClientRequest) -> Iterator[None]:
-        """Send the last response of a request, or the error that is raised; then release its quota.
+        """Send the last response of a request, or the error that is raised; then stop counting it.
 
         Every request that was sent to the scheduler ends here.
         """
         with failing_with_errors(client.responder, self._log, client.log_fields):
             yield
-        self._quota.give_back(client.num_bytes)
+        self._queue_limit.give_back(client.num_bytes)
 
     def _end(self, client: ClientRequest, error: CharoniaError, part: Part | None = None) -> None:
         """End a request early; for a stream this is safe only a little later, see the poller.

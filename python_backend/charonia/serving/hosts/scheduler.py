@@ -38,7 +38,7 @@ from charonia.serving.messages.reload import (
     fingerprint_tokenizer,
 )
 from charonia.serving.requests.intake import Intake, Pipeline
-from charonia.serving.requests.quota import Quota
+from charonia.serving.requests.queue_limit import QueueLimit
 from charonia.serving.requests.raw_request import RawRequest
 from charonia.serving.requests.request_key import Sealer
 from charonia.serving.requests.responders import Responder, TritonResponder
@@ -171,14 +171,14 @@ class SchedulerHost:
         )
         self._tokenizing = Tokenizing(
             scheduler_args.num_tokenizer_threads,
-            Quota(scheduler_args.max_queue_size, scheduler_args.max_queue_bytes),
+            QueueLimit(scheduler_args.max_queue_size, scheduler_args.max_queue_bytes),
             log=log,
         )
         most_requests = scheduler_args.max_queue_size + engine_args.most_rows
         self._sessions = Sessions(
             self._tokenizer,
             scheduler_args.num_sender_threads,
-            Quota(2 * most_requests, scheduler_args.max_queue_bytes),
+            QueueLimit(2 * most_requests, scheduler_args.max_queue_bytes),
             Pipeline(self._tokenizing, self._service),
             log=log,
             stream_interval=scheduler_args.stream_interval,

@@ -23,7 +23,7 @@ from charonia.serving.conventions.schema import (
     read_prompt,
     read_time_limit,
 )
-from charonia.serving.requests.quota import Quota
+from charonia.serving.requests.queue_limit import QueueLimit
 from charonia.serving.requests.raw_request import Array, Outputs, RawRequest
 from charonia.serving.requests.request_key import Sealer
 from charonia.serving.requests.responders import (
@@ -43,14 +43,14 @@ class TokenizerHost:
 
     Args:
         model_file: the engine's model.json, which names the tokenizer.
-        quota: limits of the prompts that wait. log: takes one line, from any thread.
+        queue_limit: limits of the prompts that wait. log: takes one line, from any thread.
 
     Raises:
         ConfigError, CheckpointError: there is no usable tokenizer.
     """
 
     def __init__(
-        self, pb_utils: Any, model_file: Path, quota: Quota, *, log: Callable[[str], None]
+        self, pb_utils: Any, model_file: Path, queue_limit: QueueLimit, *, log: Callable[[str], None]
     ) -> None:
         self._pb_utils = pb_utils
         self._model_file = model_file
@@ -58,7 +58,7 @@ class TokenizerHost:
         self._tokenizer = Tokenizer.from_dir(EngineArgs.from_file(model_file).tokenizer_dir)
         self._limits = self._read_limits()
         self._sealer = Sealer.from_dir(model_file.parent)
-        self._tokenizing = Tokenizing(1, quota, log=log)
+        self._tokenizing = Tokenizing(1, queue_limit, log=log)
 
     def execute(self, requests: list[Any]) -> None:
         """Answer each request with ids, the text that they came from, and a new key.

@@ -18,8 +18,8 @@ Triton 2.51.0 takes `LOST_RESPONSE_S` for each response to it, one after the oth
 `MAX_UNDER_WAY`, or with many sessions a share of `SHARED_UNDER_WAY`, at least one. Responses are
 numbered and a report names the last one, so a lost report is made good by the next.
 
-The chunks of a request are bounded by `max_tokens`: one small chunk per token. The quota bounds the
-number of requests and their bytes.
+The chunks of a request are bounded by `max_tokens`: one small chunk per token. The limit of the
+queue bounds the number of requests and their bytes.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ from charonia.errors import (
 from charonia.events import exception_event
 from charonia.serving.conventions.schema import OutputOptions
 from charonia.serving.requests.live_sessions import LiveSessions
-from charonia.serving.requests.quota import Quota
+from charonia.serving.requests.queue_limit import QueueLimit
 from charonia.serving.requests.responders import CancellationPoller, Responder, fail
 from charonia.serving.requests.responses import Answer, chunk_outputs
 from charonia.serving.requests.session import Reports, Session
@@ -97,7 +97,7 @@ class Sessions:
     """All live requests of the scheduler's process.
 
     Args:
-        quota: limits of all of them.
+        queue_limit: limits of all of them.
         source: told of cancelled requests and samples, perhaps more than once.
         log: takes one line, from any thread.
         stream_interval: tokens of a sample that are gathered for each response after its first.
@@ -107,14 +107,14 @@ class Sessions:
         self,
         tokenizer: Tokenizer,
         num_threads: int,
-        quota: Quota,
+        queue_limit: QueueLimit,
         source: ChunkSource,
         *,
         log: Callable[[str], None],
         stream_interval: int = 1,
     ) -> None:
         self._tokenizer = tokenizer
-        self._quota = quota
+        self._queue_limit = queue_limit
         self._stream_interval = stream_interval
         self._source = source
         self._log = log
@@ -158,7 +158,7 @@ class Sessions:
             InvalidRequestError: there is a live request with this key.
             QueueFullError: there are too many requests, or too many bytes.
         """
-        self._quota.take(num_bytes)
+        self._queue_limit.take(num_bytes)
         name = request_id, tenant
         session = Session(
             key,
@@ -173,7 +173,7 @@ class Sessions:
             trace_id,
         )
         if not self._live.add(session):
-            self._quota.give_back(num_bytes)
+            self._queue_limit.give_back(num_bytes)
             raise InvalidRequestError("request_key belongs to a live request")
         if responder.is_acknowledged:
             session.reports = Reports.COMING
@@ -460,7 +460,7 @@ class Sessions:
         session = self._live.remove(key)
         if session is not None:
             self._poller.remove(session)
-            self._quota.give_back(session.num_bytes)
+            self._queue_limit.give_back(session.num_bytes)
 
     def _give_up(self, session: Session) -> None:
         """Cancel a request whose response could not be made or sent; send an internal error."""

@@ -24,7 +24,7 @@ from charonia.errors import (
     ShuttingDownError,
 )
 from charonia.events import exception_event
-from charonia.serving.requests.quota import Quota
+from charonia.serving.requests.queue_limit import QueueLimit
 from charonia.serving.requests.tensors import INTERNAL_ERROR
 
 INLINE_CHARACTERS = 4096
@@ -61,11 +61,11 @@ class Tokenizing:
     """Threads that tokenize.
 
     Args:
-        quota: limits of the waiting prompts. log: takes one line, from any thread.
+        queue_limit: limits of the waiting prompts. log: takes one line, from any thread.
     """
 
-    def __init__(self, num_threads: int, quota: Quota, *, log: Callable[[str], None]) -> None:
-        self._quota = quota
+    def __init__(self, num_threads: int, queue_limit: QueueLimit, *, log: Callable[[str], None]) -> None:
+        self._queue_limit = queue_limit
         self._log = log
         self._queue: deque[Prompt[Any]] = deque()
         self._live: dict[str, Prompt[Any]] = {}  # `done` was not called yet
@@ -93,7 +93,7 @@ class Tokenizing:
         with self._wake:
             if self._is_closing:
                 raise ShuttingDownError
-            self._quota.take(prompt.num_bytes)
+            self._queue_limit.take(prompt.num_bytes)
             self._live[prompt.key] = prompt
             self._num_of[prompt.tenant] += 1
             self._queue.append(prompt)
@@ -130,7 +130,7 @@ class Tokenizing:
                 self._queue.remove(prompt)
             prompt.done(outcome)
             if is_waiting:  # else its thread gives it back
-                self._quota.give_back(prompt.num_bytes)
+                self._queue_limit.give_back(prompt.num_bytes)
         return True
 
     def _run(self) -> None:
@@ -143,7 +143,7 @@ class Tokenizing:
                 prompt = self._queue.popleft()
             outcome = self._outcome_of(prompt)
             self._end(prompt.key, outcome)
-            self._quota.give_back(prompt.num_bytes)  # it counts until its thread is done
+            self._queue_limit.give_back(prompt.num_bytes)  # it counts until its thread is done
             del prompt, outcome  # free them while the thread waits
 
     def _outcome_of(self, prompt: Prompt[T]) -> T | CharoniaError:

@@ -19,7 +19,7 @@ from charonia.serving.conventions.schema import PromptLimits
 from charonia.serving.conventions.trtllm.rows import Row, pack_words, pad, rows_of
 from charonia.serving.conventions.trtllm.tables import MODELS
 from charonia.serving.conventions.trtllm.words import bias_of, within
-from charonia.serving.requests.quota import Quota
+from charonia.serving.requests.queue_limit import QueueLimit
 from charonia.serving.requests.raw_request import Array, Outputs, RawRequest
 from charonia.serving.requests.responders import TritonResponder, failing_with_errors
 from charonia.serving.requests.tensors import read_request
@@ -45,16 +45,16 @@ class TextHost:
     """A text model behind Triton. Long requests are answered in a thread of its own.
 
     Args:
-        quota: limits of the waiting requests. log: takes one line, from any thread.
+        queue_limit: limits of the waiting requests. log: takes one line, from any thread.
     """
 
     def __init__(
-        self, pb_utils: Any, model: TextModel, quota: Quota, *, log: Callable[[str], None]
+        self, pb_utils: Any, model: TextModel, queue_limit: QueueLimit, *, log: Callable[[str], None]
     ) -> None:
         self._pb_utils = pb_utils
         self._model = model
         self._log = log
-        self._long = Tokenizing(1, quota, log=log)
+        self._long = Tokenizing(1, queue_limit, log=log)
 
     def execute(self, requests: list[Any]) -> None:
         """Answer requests, now or later."""

@@ -1,4 +1,4 @@
-"""Finds the request that kills the engine, by running suspects one at a time.
+"""Finds the poison request, the one that kills the engine, by running suspects one at a time.
 
 Owns the suspicion. Knows nothing about rows, blocks or plans: the planner asks which request may
 run.
@@ -13,7 +13,7 @@ PROGRESS = 16
 request that kills the engine does so at the same position again."""
 
 
-class Suspects:
+class PoisonDetector:
     """Requests in flight at two engine deaths in a row, without progress between them.
 
     They run one at a time until each has generated one more token. A request that kills the engine

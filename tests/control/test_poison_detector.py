@@ -3,7 +3,7 @@
 import pytest
 
 from charonia.control import Request, Scheduler
-from charonia.control.scheduling.suspects import PROGRESS, Suspects
+from charonia.control.scheduling.poison_detector import PROGRESS, PoisonDetector
 from charonia.errors import EngineDiedError
 from support.echo import EchoExecutor, echo_run
 from support.invariants import check_invariants
@@ -134,15 +134,15 @@ def test_all_requests_in_flight_at_two_deaths_are_suspects_and_run_alone():
 
 def test_a_suspect_is_guilty_only_of_what_it_was_in_flight_at():
     """An engine may also die while nothing runs."""
-    suspects = Suspects()
+    detector = PoisonDetector()
     requests = [make_request("a"), make_request("b")]
     for request in requests:
         request.num_in_flight = 1
     for _ in range(2):
-        assert suspects.note_death(requests) is None
+        assert detector.note_death(requests) is None
     for request in requests:
         request.num_in_flight = 0
-    assert suspects.note_death(requests) is None
-    assert suspects.first is requests[0]
+    assert detector.note_death(requests) is None
+    assert detector.first is requests[0]
     requests[0].num_in_flight = 1
-    assert suspects.note_death(requests) is requests[0]
+    assert detector.note_death(requests) is requests[0]

@@ -1,6 +1,6 @@
-"""A quota of the requests in a process, in number and in bytes.
+"""The limit of the requests that a process holds, in number and in bytes.
 
-Owns the sums, and the refusal of requests beyond the quota. Must not know what is counted.
+Owns the sums, and the refusal of requests beyond the limit. Must not know what is counted.
 """
 
 import threading
@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from charonia.errors import ConfigError, QueueFullError, shown
 
 
-class Quota:
+class QueueLimit:
     """Limits the requests that a process holds, and their bytes.
 
     Args:
@@ -34,8 +34,8 @@ class Quota:
     @classmethod
     def configured(
         cls, parameters: Mapping[str, Mapping[str, str]], on_change: Callable[[int], None]
-    ) -> "Quota":
-        """A quota by `max_queue_size` and `max_queue_bytes` of a model's config.pbtxt.
+    ) -> "QueueLimit":
+        """The limit by `max_queue_size` and `max_queue_bytes` of a model's config.pbtxt.
 
         Raises:
             ConfigError: one of them is not a number of at least 1.
