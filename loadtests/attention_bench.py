@@ -3,6 +3,7 @@
     python loadtests/attention_bench.py                       # llama-135m's heads
     python loadtests/attention_bench.py --heads 32 --kv-heads 8
     python loadtests/attention_bench.py --kv-cache-dtype int8
+    python loadtests/attention_bench.py --isa avx2            # the kernels of an older processor
 
 Two kinds of steps: some rows that decode, by how fast K and V are read; and the last tokens of one
 prompt, a chunk of it or all, by their products, of each query and key that it sees, in q·K and p·V.
@@ -25,7 +26,7 @@ from tqdm import tqdm
 
 from charonia.data.kv_store import KVStore
 from charonia.data.ops.kv_format import FORMATS
-from charonia.data.ops.native.build import best_isa, load_kernels
+from charonia.data.ops.native.build import load_kernels, supported_isas
 from charonia.data.ops.native.ops import NativeOps
 from charonia.data.ops.native.threads import ThreadLayout
 from charonia.protocol import KVLayout
@@ -167,6 +168,13 @@ def main() -> None:
     parser.add_argument(
         "--kv-cache-dtype", default="bfloat16", choices=["bfloat16", "int8", "fp8", "int4"]
     )
+    isas = supported_isas()
+    parser.add_argument(
+        "--isa",
+        default=isas[0],
+        choices=isas,
+        help="of the kernels; the machine's rates are those of its best one (default: %(default)s)",
+    )
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--context", type=int, nargs="+", default=[192, 2048])
     parser.add_argument(
@@ -184,7 +192,7 @@ def main() -> None:
     stem = output_stem(options.output, "attention")
     about = circumstances("attention_bench.py")
     limits = Limits()  # while torch has all its threads
-    kernels = load_kernels(best_isa(), print)
+    kernels = load_kernels(options.isa, print)
     threads = ThreadLayout.of(None, "auto")
     kernels.set_threads(threads.num_threads, list(threads.cores[1:]))
     kv_format = FORMATS[options.kv_cache_dtype]
@@ -212,9 +220,13 @@ def main() -> None:
         measure(kernels, store, layout, options.heads, *step, limits)
         for step in tqdm(steps, unit="step")
     ]
-    print(f"{best_isa()}, {threads}, {options.kv_cache_dtype}; {NUM_LAYERS} layers take turns")
+    print(f"{options.isa}, {threads}, {options.kv_cache_dtype}; {NUM_LAYERS} layers take turns")
     print(f"\n{decode_table(cases)}\n\n{prompt_table(cases)}")
-    found = about | {"isa": best_isa(), "cases": [asdict(case) for case in cases]}
+    found = about | {
+        "isa": options.isa,
+        "kv_cache_dtype": options.kv_cache_dtype,
+        "cases": [asdict(case) for case in cases],
+    }
     print(f"\n{write_record(stem, found)}")
 
 

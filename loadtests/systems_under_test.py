@@ -25,7 +25,7 @@ from paths import ROOT, WORKERS
 BASE, TRITON, VLLM, LLAMA_CPP = "charonia", "triton", "vllm", "llama.cpp"
 INT8, Q8_0 = "charonia int8", "llama.cpp Q8_0"
 START_TIMEOUT_S = 900.0
-RUN_TIMEOUT_S = 900.0
+RUN_TIMEOUT_S = 3600.0
 STOP_TIMEOUT_S = 5.0
 
 
