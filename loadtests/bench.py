@@ -120,7 +120,7 @@ def _alone(
         if SPECS[name].missing():
             continue  # start_sides says so
         if name == VLLM:
-            alone.probes = _probes(launcher, rounds, vocab_size)
+            alone.probes = _probes(launcher, rounds, vocab_size, options.vllm_ways)
             if not alone.probes[0].rates:
                 continue  # it fails in every way; start_sides says why
             launcher.variants[VLLM] = alone.probes[0].variant
@@ -137,14 +137,25 @@ def _alone(
     return alone
 
 
-def _probes(launcher: Launcher, rounds: Sequence[Round], vocab_size: int) -> list[Probe]:
-    """Time the ways to run vLLM, the fastest first; with long prompts also other step sizes."""
+def _probes(
+    launcher: Launcher, rounds: Sequence[Round], vocab_size: int, names: Sequence[str] | None
+) -> list[Probe]:
+    """Time the ways to run vLLM, the fastest first; with long prompts also other step sizes.
+
+    Args:
+        names: of the ways to be timed; None for all.
+    """
 
     def start(variant: Variant) -> Side:
         return launcher.start(VLLM, variant)
 
     _say(f"alone on the machine: {VLLM}")
     ways = vllm_variants(SPECS[VLLM].python.parents[1])
+    if names is not None:
+        if unknown := set(names) - {way.name for way in ways}:
+            known = "".join(f"\n  {way.name!r}" for way in ways)
+            raise SideError(f"--vllm-ways: no {unknown.pop()!r}; there are{known}")
+        ways = [way for way in ways if way.name in names]
     found = probe(start, ways, probe_rounds(rounds), vocab_size, _say)
     if not found[0].rates or not (large := budget_rounds(rounds)):
         return found
@@ -377,6 +388,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", default="bfloat16", help="of weights (default: bfloat16)")
     parser.add_argument(
         "--vocab", default=4096, help="prompts' token ids are below this (default: 4096)", **number
+    )
+    parser.add_argument(
+        "--vllm-ways",
+        nargs="+",
+        metavar="NAME",
+        help="ways to run vLLM that are timed before the fastest is taken, by the names that a run "
+        "shows (default: all)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of prompts and orders (default: 0)")
     add_output(parser, "bench[-MODEL]", "png")
