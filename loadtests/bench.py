@@ -21,7 +21,7 @@ import random
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -121,7 +121,7 @@ def _alone(
             continue  # start_sides says so
         if name == VLLM:
             alone.probes = _probes(launcher, rounds, vocab_size, options.vllm_ways)
-            if not alone.probes[0].rates:
+            if alone.probes[0].failure is not None:
                 continue  # it fails in every way; start_sides says why
             launcher.variants[VLLM] = alone.probes[0].variant
         if not decode:
@@ -143,25 +143,37 @@ def _probes(
     """Time the ways to run vLLM, the fastest first; with long prompts also other step sizes.
 
     Args:
-        names: of the ways to be timed; None for all.
+        names: of the ways to choose from; a single one is not timed. None for all.
+
+    Raises:
+        SideError: there is no way of one of these names.
     """
 
     def start(variant: Variant) -> Side:
         return launcher.start(VLLM, variant)
 
-    _say(f"alone on the machine: {VLLM}")
     ways = vllm_variants(SPECS[VLLM].python.parents[1])
     if names is not None:
-        if unknown := set(names) - {way.name for way in ways}:
-            known = "".join(f"\n  {way.name!r}" for way in ways)
-            raise SideError(f"--vllm-ways: no {unknown.pop()!r}; there are{known}")
-        ways = [way for way in ways if way.name in names]
+        known = {way.name: way for own in ways for way in (own, *with_budgets(own))}
+        if unknown := [name for name in names if name not in known]:
+            raise SideError(f"--vllm-ways: no {unknown[0]!r}; there are{_listed(known)}")
+        named = [known[name] for name in names]
+        if len(named) == 1:
+            return [Probe(named[0])]
+        _say(f"alone on the machine: {VLLM}")
+        rounds = budget_rounds(rounds) or probe_rounds(rounds)
+        return probe(start, named, rounds, vocab_size, _say, num_finals=0)
+    _say(f"alone on the machine: {VLLM}")
     found = probe(start, ways, probe_rounds(rounds), vocab_size, _say)
     if not found[0].rates or not (large := budget_rounds(rounds)):
         return found
     best = found[0].variant
-    with_other = probe(start, [best, *with_budgets(best)], large, vocab_size, _say)
+    with_other = probe(start, [best, *with_budgets(best)], large, vocab_size, _say, num_finals=0)
     return [*with_other, *found] if with_other[0].rates else found
+
+
+def _listed(names: Iterable[str]) -> str:
+    return "".join(f"\n  {name!r}" for name in names)
 
 
 def _rounds(
@@ -179,6 +191,7 @@ def _rounds(
         min_requests=options.min_requests,
         seed=options.seed,
         long_tokens=options.long_tokens,
+        long_concurrency=options.long_concurrency,
         traffic=traffic,
         trace_requests=options.trace_requests,
     )
@@ -354,9 +367,8 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         choices=CASES,
         default=["decode", "prefill", "sampled"],
-        help="decode: all sides, greedily; prefill: 1 and 8 prompts, one token; long: 1 and 4 "
-        "prompts of many tokens, one token; sampled: charonia "
-        "with temperature 0.8 and top-p 0.95 beside itself; int8: charonia with int8 weights and "
+        help="decode: all sides, greedily; prefill: 1 and 8 prompts, one token; long: "
+        "prompts of many tokens, one token; sampled: charonia with temperature 0.8 and top-p 0.95 beside itself; int8: charonia with int8 weights and "
         "llama.cpp with Q8_0 beside all others; traces: prompts and answers as long as recorded "
         "ones (default: decode prefill sampled)",
     )
@@ -383,6 +395,13 @@ def _parser() -> argparse.ArgumentParser:
         help="of the prompts of `long` (default: 512 1024 2048 4096 7000 16384)",
         **number,
     )
+    parser.add_argument(
+        "--long-concurrency",
+        nargs="+",
+        default=[1, 4],
+        help="prompts of `long` handed over at once (default: 1 4)",
+        **number,
+    )
     parser.add_argument("--new-tokens", default=64, help="of a completion (default: 64)", **number)
     _add_trace_options(parser, number)
     parser.add_argument("--dtype", default="bfloat16", help="of weights (default: bfloat16)")
@@ -393,8 +412,8 @@ def _parser() -> argparse.ArgumentParser:
         "--vllm-ways",
         nargs="+",
         metavar="NAME",
-        help="ways to run vLLM that are timed before the fastest is taken, by the names that a run "
-        "shows (default: all)",
+        help="ways to run vLLM, by the names that another run shows: of several the fastest is "
+        "taken (default: all)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of prompts and orders (default: 0)")
     add_output(parser, "bench[-MODEL]", "png")

@@ -263,7 +263,7 @@ def _way_table(alone: IsolatedRuns) -> str:
             for name in names
         ]
         failed = f"{each.variant.name} (failed: {each.failure})"
-        rows.append([each.variant.name if each.rates else failed, *medians])
+        rows.append([each.variant.name if each.failure is None else failed, *medians])
     return markdown_table(["way", *names], rows)
 
 

@@ -80,8 +80,12 @@ def probe(
     rounds: Sequence[Round],
     vocab_size: int,
     say: Callable[[str], None],
+    num_finals: int = NUM_FINALS,
 ) -> list[Probe]:
     """Try each variant in random order, the fastest again, and say what came of it.
+
+    Args:
+        num_finals: how often the fastest are tried again; few variants need it less.
 
     Returns:
         The finalists, the fastest by all their tries first; the others; those that failed.
@@ -99,7 +103,7 @@ def probe(
 
     probes = _by_speed(tried(variant) for variant in shuffler.sample(variants, len(variants)))
     finalists = [each for each in probes[:NUM_FINALISTS] if each.rates]
-    for _ in range(NUM_FINALS if len(finalists) > 1 else 0):
+    for _ in range(num_finals if len(finalists) > 1 else 0):
         for index in shuffler.sample(range(len(finalists)), len(finalists)):
             finalists[index] = finalists[index].joined(tried(finalists[index].variant))
     return _by_speed(finalists) + probes[len(finalists) :]

@@ -16,7 +16,6 @@ CASES = ("decode", "prefill", "long", "sampled", "int8", "traces")
 SAMPLED = "charonia sampled"
 SAMPLING = {"temperature": 0.8, "top_p": 0.95}
 PREFILL_CONCURRENCY = (1, 8)
-LONG_CONCURRENCY = (1, 4)
 NOT_IN_TRACES = {
     "transformers": "all sequences of a batch of `generate` run until its longest answer ends"
 }
@@ -141,6 +140,7 @@ def make_rounds(
     min_requests: int,
     seed: int,
     long_tokens: Sequence[int] = (),
+    long_concurrency: Sequence[int] = (),
     traffic: Sequence[Traffic] = (),
     trace_requests: int = 1,
 ) -> list[Round]:
@@ -148,7 +148,8 @@ def make_rounds(
 
     Args:
         cases: of CASES. concurrency: of the decode rounds. sides: that are there.
-        long_tokens: of the prompts of the rounds of `long`, which has one wave of each.
+        long_tokens, long_concurrency: of the prompts of the rounds of `long`, which has one wave of
+            each length and concurrency.
         traffic: a round of `traces` each. trace_requests: of its one wave.
         min_requests: per repetition; a low concurrency repeats its wave to have as many.
     """
@@ -175,7 +176,7 @@ def make_rounds(
         rounds += [
             Round("prefill", count, 1, length, 1, tuple(plain), is_long=True)
             for length in long_tokens
-            for count in LONG_CONCURRENCY
+            for count in long_concurrency
         ]
     if "traces" in cases:
         able = tuple(entry for entry in plain if entry.side not in NOT_IN_TRACES)

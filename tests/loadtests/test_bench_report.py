@@ -25,6 +25,7 @@ def rounds(**changes):
         "new_tokens": 3,
         "min_requests": 4,
         "seed": 0,
+        "long_concurrency": [1, 4],
     }
     return make_rounds(**(arguments | changes))
 
