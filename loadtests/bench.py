@@ -367,10 +367,10 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         choices=CASES,
         default=["decode", "prefill", "sampled"],
-        help="decode: all sides, greedily; prefill: 1 and 8 prompts, one token; long: "
-        "prompts of many tokens, one token; sampled: charonia with temperature 0.8 and top-p 0.95 beside itself; int8: charonia with int8 weights and "
-        "llama.cpp with Q8_0 beside all others; traces: prompts and answers as long as recorded "
-        "ones (default: decode prefill sampled)",
+        help="decode: all sides, greedily; prefill: 1 and 8 prompts, one token; long: prompts of "
+        "many tokens, one token; sampled: charonia with temperature 0.8 and top-p 0.95 beside "
+        "itself; int8: charonia with int8 weights and llama.cpp with Q8_0 beside all others; "
+        "traces: prompts and answers as long as recorded ones (default: decode prefill sampled)",
     )
     parser.add_argument(
         "--concurrency",
