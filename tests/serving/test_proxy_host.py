@@ -330,7 +330,11 @@ def log() -> list[str]:
 
 @pytest.fixture
 def pair_host(
-    pb_utils: PbUtils, scheduler: SchedulerEnd, tmp_path: Path, queue_limit: QueueLimit, log: list[str]
+    pb_utils: PbUtils,
+    scheduler: SchedulerEnd,
+    tmp_path: Path,
+    queue_limit: QueueLimit,
+    log: list[str],
 ) -> Iterator[ProxyHost]:
     host = new_proxy(
         pb_utils, tmp_path, queue_limit, is_decoupled=True, convention=Pair(), log=log.append

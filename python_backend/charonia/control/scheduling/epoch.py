@@ -45,11 +45,11 @@ from charonia.control.scheduling.commit import Commit
 from charonia.control.scheduling.fitting import Fitting
 from charonia.control.scheduling.live_requests import LiveRequests
 from charonia.control.scheduling.load_shedding import LoadShedding
+from charonia.control.scheduling.poison_detector import PoisonDetector
 from charonia.control.scheduling.prefix_sharing import PrefixSharing
 from charonia.control.scheduling.row_planner import RowPlanner
 from charonia.control.scheduling.rows import Rows
 from charonia.control.scheduling.step_budget import StepBudget
-from charonia.control.scheduling.poison_detector import PoisonDetector
 from charonia.control.scheduling.transfers import Transfers
 from charonia.control.state.limits import Limits
 from charonia.control.state.request import Request, Update
@@ -124,7 +124,9 @@ class Epoch:
             sharing,
             stats,
         )
-        self._commit = Commit(limits, blocks, live, poison_detector, policy.service, speculation, stats)
+        self._commit = Commit(
+            limits, blocks, live, poison_detector, policy.service, speculation, stats
+        )
         self.transfers = Transfers(limits, blocks, fitting, tiers, fetching)
         live.start_epoch(limits, blocks, self._rows, self._lookups)
         budget.start_epoch(limits)

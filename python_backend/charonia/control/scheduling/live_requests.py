@@ -20,8 +20,8 @@ from charonia.control.drafts.speculation import Speculation
 from charonia.control.estimators.output_lengths import OutputLengths
 from charonia.control.estimators.peak_memory import PeakMemory
 from charonia.control.policies import Policy
-from charonia.control.scheduling.rows import Rows
 from charonia.control.scheduling.poison_detector import PoisonDetector
+from charonia.control.scheduling.rows import Rows
 from charonia.control.state.limits import Limits
 from charonia.control.state.request import Group, Request
 from charonia.control.state.stats import SchedulerStats

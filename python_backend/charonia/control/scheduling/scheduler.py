@@ -28,11 +28,11 @@ from charonia.control.policies import Deadlines, Late, Policy, by_arrival, ranke
 from charonia.control.scheduling.epoch import Epoch
 from charonia.control.scheduling.live_requests import LiveRequests
 from charonia.control.scheduling.load_shedding import NO_SHEDDING
+from charonia.control.scheduling.poison_detector import PoisonDetector
 from charonia.control.scheduling.prefix_sharing import PrefixSharing
 from charonia.control.scheduling.prompt_budget import PromptBudget
 from charonia.control.scheduling.step_budget import StepBudget
 from charonia.control.scheduling.step_size import StepSize
-from charonia.control.scheduling.poison_detector import PoisonDetector
 from charonia.control.state.limits import Limits
 from charonia.control.state.request import Request, Update
 from charonia.control.state.stats import SchedulerStats

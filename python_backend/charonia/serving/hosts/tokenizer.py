@@ -50,7 +50,12 @@ class TokenizerHost:
     """
 
     def __init__(
-        self, pb_utils: Any, model_file: Path, queue_limit: QueueLimit, *, log: Callable[[str], None]
+        self,
+        pb_utils: Any,
+        model_file: Path,
+        queue_limit: QueueLimit,
+        *,
+        log: Callable[[str], None],
     ) -> None:
         self._pb_utils = pb_utils
         self._model_file = model_file

@@ -64,7 +64,9 @@ class Tokenizing:
         queue_limit: limits of the waiting prompts. log: takes one line, from any thread.
     """
 
-    def __init__(self, num_threads: int, queue_limit: QueueLimit, *, log: Callable[[str], None]) -> None:
+    def __init__(
+        self, num_threads: int, queue_limit: QueueLimit, *, log: Callable[[str], None]
+    ) -> None:
         self._queue_limit = queue_limit
         self._log = log
         self._queue: deque[Prompt[Any]] = deque()

@@ -49,7 +49,12 @@ class TextHost:
     """
 
     def __init__(
-        self, pb_utils: Any, model: TextModel, queue_limit: QueueLimit, *, log: Callable[[str], None]
+        self,
+        pb_utils: Any,
+        model: TextModel,
+        queue_limit: QueueLimit,
+        *,
+        log: Callable[[str], None],
     ) -> None:
         self._pb_utils = pb_utils
         self._model = model
