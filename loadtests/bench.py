@@ -21,7 +21,7 @@ import random
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -52,7 +52,7 @@ from systems_under_test import (
 )
 from text_repetition import circling_share
 from traffic import Traffic, TrafficError, read_traffic
-from vllm_variants import Variant, vllm_variants, with_budgets
+from vllm_variants import Variant, variants_named, vllm_variants, with_budgets
 from workloads import CASES, NOT_IN_TRACES, Entry, Round, budget_rounds, make_rounds, probe_rounds
 
 SHAPES = ("llama-135m", "llama-1b")
@@ -154,26 +154,22 @@ def _probes(
 
     ways = vllm_variants(SPECS[VLLM].python.parents[1])
     if names is not None:
-        known = {way.name: way for own in ways for way in (own, *with_budgets(own))}
-        if unknown := [name for name in names if name not in known]:
-            raise SideError(f"--vllm-ways: no {unknown[0]!r}; there are{_listed(known)}")
-        named = [known[name] for name in names]
-        if len(named) == 1:
-            return [Probe(named[0])]
-        _say(f"alone on the machine: {VLLM}")
-        rounds = budget_rounds(rounds) or probe_rounds(rounds)
-        return probe(start, named, rounds, vocab_size, _say, num_finals=0)
+        try:
+            ways = variants_named(ways, names)
+        except ValueError as error:
+            raise SideError(f"--vllm-ways: {error}") from None
+        if len(ways) == 1:
+            return [Probe(ways[0])]
     _say(f"alone on the machine: {VLLM}")
+    if names is not None:
+        rounds = budget_rounds(rounds) or probe_rounds(rounds)
+        return probe(start, ways, rounds, vocab_size, _say, num_finals=0)
     found = probe(start, ways, probe_rounds(rounds), vocab_size, _say)
     if not found[0].rates or not (large := budget_rounds(rounds)):
         return found
     best = found[0].variant
     with_other = probe(start, [best, *with_budgets(best)], large, vocab_size, _say, num_finals=0)
     return [*with_other, *found] if with_other[0].rates else found
-
-
-def _listed(names: Iterable[str]) -> str:
-    return "".join(f"\n  {name!r}" for name in names)
 
 
 def _rounds(

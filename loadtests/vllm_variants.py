@@ -5,7 +5,7 @@ allocator and an OpenMP preloaded (docs.vllm.ai, "CPU", LD_PRELOAD); which is fa
 machine. Owns where these libraries are. Must not know how a variant is timed.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from ctypes.util import find_library
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,3 +64,15 @@ def with_budgets(variant: Variant) -> list[Variant]:
         )
         for budget in BUDGETS
     ]
+
+
+def variants_named(variants: Sequence[Variant], names: Sequence[str]) -> list[Variant]:
+    """Those of these names among `variants` and the same with other numbers of tokens in a step.
+
+    Raises:
+        ValueError: there is none of a name; the text has all that there are.
+    """
+    known = {each.name: each for own in variants for each in (own, *with_budgets(own))}
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"no {unknown[0]!r}; there are\n  " + "\n  ".join(known))
+    return [known[name] for name in names]

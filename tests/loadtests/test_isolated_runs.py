@@ -10,7 +10,7 @@ import pytest
 from isolated_runs import NUM_FINALS, PROBES, Probe, probe, rates_alone
 from paths import WORKERS
 from systems_under_test import BASE, WorkerSide
-from vllm_variants import BUDGET, BUDGETS, Variant, vllm_variants, with_budgets
+from vllm_variants import BUDGET, BUDGETS, Variant, variants_named, vllm_variants, with_budgets
 from workloads import make_rounds
 
 STEADY = f"""
@@ -163,3 +163,11 @@ def test_other_sizes_of_steps_are_said_to_the_worker():
 def test_tcmalloc_of_the_system_is_taken_too(tmp_path, monkeypatch):
     monkeypatch.setattr("vllm_variants.find_library", lambda name: f"lib{name}.so.4")
     assert vllm_variants(tmp_path)[1].variables["LD_PRELOAD"] == "libtcmalloc_minimal.so.4"
+
+
+def test_variants_are_found_by_name_also_with_other_step_sizes_and_others_are_refused():
+    names = ["0.02 + 2,048 tokens a step", "0.1"]
+    assert [each.name for each in variants_named([SLOW, FAST], names)] == names
+    assert variants_named([SLOW], ["0.1"]) == [SLOW]
+    with pytest.raises(ValueError, match=r"no '0\.3'; there are\n  0\.1\n  0\.1 \+ 2,048 tokens"):
+        variants_named([SLOW], ["0.1", "0.3"])
