@@ -175,10 +175,17 @@ def imports_among(part: str) -> dict[str, set[str]]:
     return imports
 
 
-def test_the_modules_of_the_control_plane_import_each_other_in_no_circle() -> None:
-    """Whoever is composed knows nothing of who composes it."""
-    imports = imports_among("control")
-    assert imports["charonia.control.scheduling.scheduler"]
+@pytest.mark.parametrize(
+    ("part", "composer"),
+    [
+        ("control", "charonia.control.scheduling.scheduler"),
+        ("parallel", "charonia.parallel.worker"),
+    ],
+)
+def test_the_modules_of_a_part_import_each_other_in_no_circle(part: str, composer: str) -> None:
+    """A module that composes others is unknown to them."""
+    imports = imports_among(part)
+    assert imports[composer]
     TopologicalSorter(imports).prepare()  # which raises CycleError
 
 

@@ -16,7 +16,7 @@ import pytest
 from charonia import LLM, SamplingParams
 from charonia.launch.server.run import running_server
 from charonia.launch.server.tritonserver import TritonServer
-from charonia.parallel.worker import SECRET_VARIABLE
+from charonia.parallel.handshake import SECRET_VARIABLE
 from support.e2e import scrape, wait_for, wait_idle
 from support.live_stream import LiveStream
 from support.long import long

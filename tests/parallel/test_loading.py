@@ -20,12 +20,12 @@ from charonia.config import EngineArgs
 from charonia.errors import CharoniaError, CheckpointError, ConfigError, RankLostError
 from charonia.parallel import groups, worker_group
 from charonia.parallel.groups import Groups, Membership
+from charonia.parallel.handshake import SECRET_VARIABLE
 from charonia.parallel.messages import Join, Message, Prepared, Ready, Refusal, Setup, encode
 from charonia.parallel.peer import Peer
 from charonia.parallel.rendezvous import Rendezvous
 from charonia.parallel.table import Table
 from charonia.parallel.topology import Topology
-from charonia.parallel.worker import SECRET_VARIABLE
 from charonia.version import VERSION
 from support.long import long
 from support.rank_end import introduced

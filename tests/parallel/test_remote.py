@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from charonia import LLM, SamplingParams
-from charonia.parallel.worker import SECRET_VARIABLE
+from charonia.parallel.handshake import SECRET_VARIABLE
 from parity.reference import greedy, random_prompt
 from support.checkpoints import assert_varied
 from support.long import long

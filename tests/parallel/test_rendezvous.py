@@ -15,10 +15,10 @@ import pytest
 from charonia.config import EngineArgs
 from charonia.errors import ConfigError, RankLostError
 from charonia.parallel.addresses import own_address
+from charonia.parallel.handshake import SECRET_VARIABLE
 from charonia.parallel.messages import Join, Message, Refusal
 from charonia.parallel.peer import Peer
 from charonia.parallel.rendezvous import Rendezvous
-from charonia.parallel.worker import SECRET_VARIABLE
 from charonia.version import VERSION
 from support.rank_end import introduced
 from support.ranked_engine import free_address

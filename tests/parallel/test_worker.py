@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from charonia.parallel.worker import SECRET_VARIABLE, main
+from charonia.parallel.handshake import SECRET_VARIABLE
+from charonia.parallel.worker import main
 from support.waiting import WAIT_S
 
 

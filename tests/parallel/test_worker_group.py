@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 from charonia.errors import CheckpointError, ConfigError
+from charonia.parallel.handshake import SECRET_VARIABLE
 from charonia.parallel.messages import Allocate, encode
-from charonia.parallel.worker import SECRET_VARIABLE
 from charonia.protocol import StepPlan
 from parity.reference import greedy, random_prompt
 from support.long import long

@@ -17,6 +17,8 @@ import secrets
 
 from charonia.sockets.channel import Channel
 
+SECRET_VARIABLE = "CHARONIA_RANK_SECRET"
+"""Environment variable that holds the secret."""
 TIMEOUT_S = 20.0
 """Timeout of each message of the handshake. It is long because a machine may be busy; no other
 connection waits meanwhile."""

@@ -25,7 +25,7 @@ from charonia.data.sizing import Room, size
 from charonia.errors import RankLostError
 from charonia.events import with_head
 from charonia.parallel.groups import Groups, Membership, host_identity
-from charonia.parallel.handshake import find_engine
+from charonia.parallel.handshake import SECRET_VARIABLE, find_engine
 from charonia.parallel.messages import (
     Allocate,
     Allocated,
@@ -51,7 +51,6 @@ from charonia.parallel.messages import (
 from charonia.parallel.peer import SPIN_S, Peer
 from charonia.parallel.table import RemoteTable
 from charonia.parallel.topology import Topology
-from charonia.parallel.worker import SECRET_VARIABLE
 from charonia.sockets.channel import Channel
 from charonia.sockets.connection import Connection
 from charonia.version import VERSION

@@ -22,11 +22,10 @@ from charonia.config import EngineArgs
 from charonia.errors import ConfigError, RankLostError
 from charonia.parallel.addresses import listen, own_address
 from charonia.parallel.handshake import MAX_BYTES as HANDSHAKE_BYTES
-from charonia.parallel.handshake import admit_rank
+from charonia.parallel.handshake import SECRET_VARIABLE, admit_rank
 from charonia.parallel.messages import Join, Refusal, UseTable, decode
 from charonia.parallel.peer import BEAT_S, Peer
 from charonia.parallel.table import Table
-from charonia.parallel.worker import SECRET_VARIABLE
 from charonia.sockets.channel import MAX_BYTES, Channel
 from charonia.sockets.connection import Connection
 from charonia.sockets.server import Server

@@ -23,9 +23,9 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from charonia.errors import CharoniaError
+from charonia.parallel.handshake import SECRET_VARIABLE
 from charonia.sockets.channel import Channel
 
-SECRET_VARIABLE = "CHARONIA_RANK_SECRET"
 _PR_SET_PDEATHSIG = 1
 _TRY_AGAIN_S = 0.5
 _SAY_AGAIN_S = 30.0

@@ -34,6 +34,7 @@ from charonia.parallel.groups import (
     check_unused,
     host_identity,
 )
+from charonia.parallel.handshake import SECRET_VARIABLE
 from charonia.parallel.led_model import LedModel
 from charonia.parallel.messages import (
     Allocate,
@@ -55,7 +56,6 @@ from charonia.parallel.peer import BEAT_S, Peer
 from charonia.parallel.rank import checkpoints_of
 from charonia.parallel.rendezvous import Rendezvous
 from charonia.parallel.topology import Topology
-from charonia.parallel.worker import SECRET_VARIABLE
 from charonia.protocol import Collectives, EngineInfo, StepPlan
 
 M = TypeVar("M", bound=Message)
