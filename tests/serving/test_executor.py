@@ -34,7 +34,7 @@ from charonia.sockets.local import is_same_user, listen
 from charonia.sockets.server import Server
 from charonia.supervision.models import watches
 from charonia.supervision.models.engine_repair import kill_processes
-from charonia.supervision.models.watches import clean
+from charonia.supervision.models.watches import Readiness, clean
 from charonia.supervision.process_table import start_time
 from support.model_control import FakeControl
 from support.sockets import INFO
@@ -167,8 +167,7 @@ def triton() -> Triton:
 @pytest.fixture
 def executor(tmp_path: Path, triton: Triton, engine: SlowEngine) -> Iterator[SocketExecutor]:
     executor = SocketExecutor(
-        triton,
-        "engine",
+        Readiness(triton, "engine"),
         tmp_path,
         FakeControl(),
         has_requests=lambda: triton.has_requests,

@@ -48,7 +48,7 @@ def readiness(says: str) -> Readiness:
 
 
 def model(says: str, tmp_path, control: FakeControl) -> EngineModel:
-    return EngineModel("engine", readiness(says), tmp_path, control)
+    return EngineModel(readiness(says), tmp_path, control)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_nothing_is_asked_of_a_server_that_loads_nothing(tmp_path):
 def test_a_server_that_has_not_loaded_all_its_models_is_not_shutting_down(tmp_path):
     triton = FakeTriton("Server not ready")
     asked = Readiness(triton, "engine")
-    replaced = EngineModel("engine", asked, tmp_path, FakeControl())
+    replaced = EngineModel(asked, tmp_path, FakeControl())
     for ask in (
         asked.check_loaded,
         asked.check_server,

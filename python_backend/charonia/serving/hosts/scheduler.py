@@ -47,6 +47,7 @@ from charonia.serving.requests.tensors import read_request
 from charonia.serving.requests.tokenizing import Tokenizing
 from charonia.supervision.models.grpc_control import GrpcControl
 from charonia.supervision.models.server_options import ServerOptions
+from charonia.supervision.models.watches import Readiness
 from charonia.text.draft import check_draft_tokenizer
 from charonia.text.tokenizer import Tokenizer
 
@@ -137,8 +138,7 @@ class SchedulerHost:
         if engine_args.speculative_config and engine_args.speculative_config.model:
             check_draft_tokenizer(self._tokenizer, Path(engine_args.speculative_config.model))
         self._executor = SocketExecutor(
-            pb_utils,
-            scheduler_args.engine_model,
+            Readiness(pb_utils, scheduler_args.engine_model),
             engine_dir,
             GrpcControl(server_options),
             has_requests=lambda: self._sessions.has_polled,

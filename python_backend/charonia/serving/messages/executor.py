@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -100,7 +99,8 @@ class SocketExecutor:
     """The engine model of the same Triton.
 
     Args:
-        engine_model: its name. engine_dir: its version directory.
+        readiness: asks Triton for the model's state.
+        engine_dir: the model's version directory.
         control: loads and unloads the engine.
         has_requests: whether live requests keep Triton from unloading this model.
         log: takes one line, from any thread.
@@ -111,8 +111,7 @@ class SocketExecutor:
 
     def __init__(
         self,
-        pb_utils: Any,
-        engine_model: str,
+        readiness: Readiness,
         engine_dir: Path,
         control: ModelLoader,
         *,
@@ -127,10 +126,10 @@ class SocketExecutor:
         self._watch: EngineWatch | None = None
         self._processes: dict[int, int] = {}
         self._opening: EngineOpening | None = None
-        self._readiness = Readiness(pb_utils, engine_model)
+        self._readiness = readiness
         self._verdict: tuple[float, EngineDiedError] | None = None  # see `_check_loaded`
-        self._model = EngineModel(engine_model, self._readiness, engine_dir, control)
-        self._server = ServerWatch(self._readiness, has_requests=has_requests, log=log)
+        self._model = EngineModel(readiness, engine_dir, control)
+        self._server = ServerWatch(readiness, has_requests=has_requests, log=log)
         self._control = control
         self.refusal = control.refusal
         if self.refusal is not None:

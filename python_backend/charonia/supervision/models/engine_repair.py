@@ -46,14 +46,12 @@ class EngineModel:
     """The engine's model, in the Triton that this process belongs to.
 
     Args:
-        name: of the model. readiness: asks for its state. directory: its version directory.
+        readiness: asks for the state of the model. directory: the model's version directory.
         control: loads and unloads the model.
     """
 
-    def __init__(
-        self, name: str, readiness: Readiness, directory: Path, control: ModelLoader
-    ) -> None:
-        self._name = name
+    def __init__(self, readiness: Readiness, directory: Path, control: ModelLoader) -> None:
+        self._name = readiness.model
         self._readiness = readiness
         self._control = control
         self._mark = directory / RELOAD_MARK

@@ -134,13 +134,14 @@ class Readiness:
     measurement a process with three threads died after some thousand calls.
 
     Attributes:
+        model: the model's name.
         has_server_started: whether the server has ever taken a call. If it has and now refuses
             calls, it is shutting down.
     """
 
     def __init__(self, pb_utils: Any, model: str) -> None:
         self._pb_utils = pb_utils
-        self._model = model
+        self.model = model
         self.has_server_started = False
 
     def check_loaded(self) -> None:
@@ -154,7 +155,7 @@ class Readiness:
         pb_utils = self._pb_utils
         try:
             response = pb_utils.InferenceRequest(
-                model_name=self._model, requested_output_names=[_OUTPUT], inputs=[]
+                model_name=self.model, requested_output_names=[_OUTPUT], inputs=[]
             ).exec()
             text = response.error().message()
         except pb_utils.TritonModelException as error:
