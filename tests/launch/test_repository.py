@@ -26,7 +26,7 @@ from charonia.model_config import read_config
 from charonia.serving.conventions.interface import INPUTS, OUTPUTS
 from charonia.serving.conventions.trtllm import tables as trtllm
 from charonia.serving.messages import reload
-from charonia.supervision.models.engine_repair import RELOAD_MARK
+from charonia.supervision.models.engine_repair import LOAD_MARK
 
 
 @pytest.fixture
@@ -78,12 +78,12 @@ def test_what_a_run_keeps_for_itself_is_not_taken_from_another(source: Path, tar
     """A run that ended in the middle of a reload has left its model.json in two versions."""
     model_file = source / "engine/1/model.json"
     reload.install(model_file, model_file.read_bytes())
-    (model_file.parent / RELOAD_MARK).write_text("1 1\n", encoding="ascii")
+    (model_file.parent / LOAD_MARK).write_text("1 1\n", encoding="ascii")
     before = {path.relative_to(source) for path in source.rglob("*") if path.is_file()}
     prepare(source, target)
     after = {path.relative_to(target) for path in target.rglob("*") if path.is_file()}
     left_out = sorted(path.name for path in before - after)
-    assert left_out == ["model.json.before", RELOAD_MARK]
+    assert left_out == ["model.json.before", LOAD_MARK]
 
 
 def test_settings_are_json_or_else_strings(source: Path, target: Path) -> None:

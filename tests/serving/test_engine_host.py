@@ -24,7 +24,7 @@ from charonia.serving.hosts import engine as engine_host
 from charonia.serving.hosts.engine import NOT_ENDED, EngineHost
 from charonia.serving.messages.executor import STEPS_SOCKET
 from charonia.sockets.local import connect
-from charonia.supervision.models.engine_repair import RELOAD_MARK
+from charonia.supervision.models.engine_repair import LOAD_MARK
 from charonia.supervision.process_table import start_time
 from support.sockets import INFO, StepsClient
 from support.waiting import WAIT_S
@@ -278,7 +278,7 @@ def test_a_reload_that_fails_tells_clients_its_reason_or_kind_and_the_log_all(
         raise error
 
     own_pid = os.getpid()
-    (tmp_path / RELOAD_MARK).write_text(f"{own_pid} {start_time(own_pid)}", encoding="ascii")
+    (tmp_path / LOAD_MARK).write_text(f"{own_pid} {start_time(own_pid)}", encoding="ascii")
     with pytest.raises(raised, match=f"^{reason}$"):
         make_host(make_runner=make_runner)
     assert log[0] == f'load_failed level=error reason="{type(error).__name__}: {error}"'

@@ -26,7 +26,7 @@ from charonia.serving.messages.reload import (
     ReloadState,
 )
 from charonia.sockets.local import connect
-from charonia.supervision.models.engine_repair import RELOAD_MARK
+from charonia.supervision.models.engine_repair import LOAD_MARK
 from charonia.supervision.process_table import start_time
 from support.waiting import WAIT_S
 
@@ -91,7 +91,7 @@ def test_a_change_that_its_scheduler_did_not_live_to_finish_is_undone(
     own_pid = os.getpid()
     marks = {"gone": f"{own_pid} 999", "alive": f"{own_pid} {start_time(own_pid)}"}
     if owner in marks:
-        model_file.with_name(RELOAD_MARK).write_text(marks[owner], encoding="ascii")
+        model_file.with_name(LOAD_MARK).write_text(marks[owner], encoding="ascii")
     EngineHost(make_runner, model_file.parent, "MODEL", log=log.append)
     assert loaded == ["new" if owner == "alive" else "old"]
     assert log == ([] if owner == "alive" else ["engine_reload_undone level=warning"])

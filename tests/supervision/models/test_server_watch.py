@@ -13,7 +13,7 @@ from charonia.errors import (
     ServerStoppingError,
 )
 from charonia.supervision.models import watches
-from charonia.supervision.models.engine_repair import EngineModel, is_reload
+from charonia.supervision.models.engine_repair import EngineModel, is_loaded_by_scheduler
 from charonia.supervision.models.grpc_control import ControlError
 from charonia.supervision.models.watches import Readiness, ServerWatch
 from support.model_control import FakeControl
@@ -94,13 +94,13 @@ def test_an_engine_is_replaced_under_the_mark_of_who_has_it_loaded(tmp_path):
     control = FakeControl()
 
     def reach() -> str:
-        assert is_reload(tmp_path)
+        assert is_loaded_by_scheduler(tmp_path)
         control.done.append("reach")
         return "the engine"
 
     assert model(IS_LOADED, tmp_path, control).replace({}, reach) == "the engine"
     assert control.done == ["unload engine", "load engine", "reach"]
-    assert not is_reload(tmp_path)
+    assert not is_loaded_by_scheduler(tmp_path)
 
 
 def test_an_engine_that_cannot_be_loaded_says_why_without_a_path(tmp_path):
@@ -108,7 +108,7 @@ def test_an_engine_that_cannot_be_loaded_says_why_without_a_path(tmp_path):
     with pytest.raises(EngineDiedError, match=r"^no weights in …$"):
         model(IS_LOADED, tmp_path, control).replace({}, lambda: pytest.fail("it is there"))
     assert control.done == ["unload engine", "load engine"]
-    assert not is_reload(tmp_path)
+    assert not is_loaded_by_scheduler(tmp_path)
 
 
 def test_an_engine_that_is_loaded_and_cannot_be_reached_is_unloaded(tmp_path):

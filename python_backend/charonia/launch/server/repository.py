@@ -37,7 +37,7 @@ from charonia.model_config import read_config
 from charonia.sampling_defaults import SamplingDefaults
 from charonia.serving.messages.reload import LEFT_OF_RELOADS
 from charonia.sockets.local import SOCKET_SUFFIX
-from charonia.supervision.models.engine_repair import RELOAD_MARK
+from charonia.supervision.models.engine_repair import LOAD_MARK
 from charonia.text.draft import check_draft_tokenizer
 from charonia.text.tokenizer import Tokenizer
 from charonia.tracing.endpoint import check_endpoint
@@ -112,10 +112,8 @@ def prepare_repository(target: Path, options: RepositoryOptions) -> PreparedRepo
     check_checkpoint(engine_args)
     scheduler_args.check_engine(engine_args)
 
-    # Sockets and reload marks belong to the run that made them.
-    ignore = shutil.ignore_patterns(
-        "__pycache__", f"*{SOCKET_SUFFIX}", RELOAD_MARK, *LEFT_OF_RELOADS
-    )
+    # Sockets and load marks belong to the run that made them.
+    ignore = shutil.ignore_patterns("__pycache__", f"*{SOCKET_SUFFIX}", LOAD_MARK, *LEFT_OF_RELOADS)
     shutil.copytree(source, target, ignore=ignore, copy_function=_copy_or_link)
     (target / model_json.relative_to(source)).write_text(
         json.dumps(values, indent=2) + "\n", encoding="utf-8"

@@ -39,7 +39,7 @@ from charonia.sockets.answering import Answer, answer_each, answer_overlapping
 from charonia.sockets.connection import Connection
 from charonia.sockets.local import is_same_user, listen
 from charonia.sockets.server import Server
-from charonia.supervision.models.engine_repair import is_reload
+from charonia.supervision.models.engine_repair import is_loaded_by_scheduler
 
 MODEL_FILE = "model.json"
 _SPIN_S = 1e-3
@@ -99,14 +99,14 @@ class EngineHost:
         self._one_step_at_a_time = threading.Lock()
         self._open_steps = _OpenSteps()
         self._is_pipelined = False  # whether steps may overlap
-        if not is_reload(version_dir) and restore(version_dir / MODEL_FILE):
+        if not is_loaded_by_scheduler(version_dir) and restore(version_dir / MODEL_FILE):
             log(warning_event("engine_reload_undone"))
         try:
             check_instance_kind(version_dir / MODEL_FILE, instance_kind)
             take_engine_cores()
             self._runner = make_runner(EngineArgs.from_file(version_dir / MODEL_FILE, log))
         except Exception as error:
-            if not is_reload(version_dir):
+            if not is_loaded_by_scheduler(version_dir):
                 raise
             log(error_event("load_failed", reason=f"{type(error).__name__}: {error}"))
             if isinstance(error, CharoniaError):

@@ -19,7 +19,9 @@ from charonia.protocol import EngineInfo
 from charonia.supervision.models.watches import Readiness, clean
 from charonia.supervision.process_table import start_time
 
-RELOAD_MARK = "reload.mark"
+LOAD_MARK = "load.mark"
+"""File in the engine's directory during each load that a scheduler makes: a repair or a reload.
+It holds the pid and the start time of the scheduler's process."""
 _KILL_TIMEOUT_S = 10.0
 
 
@@ -54,7 +56,7 @@ class EngineModel:
         self._name = readiness.model
         self._readiness = readiness
         self._control = control
-        self._mark = directory / RELOAD_MARK
+        self._mark = directory / LOAD_MARK
 
     def replace(self, processes: dict[int, int], reach: Callable[[], EngineInfo]) -> EngineInfo:
         """Kill what is left of the engine, unload its model and load it again.
@@ -98,10 +100,10 @@ class EngineModel:
             raise
 
 
-def is_reload(engine_dir: Path) -> bool:
-    """Whether a running scheduler is reloading the engine of this directory."""
+def is_loaded_by_scheduler(engine_dir: Path) -> bool:
+    """Whether a running scheduler is loading the engine of this directory."""
     try:
-        pid, started = (engine_dir / RELOAD_MARK).read_text(encoding="ascii").split()
+        pid, started = (engine_dir / LOAD_MARK).read_text(encoding="ascii").split()
     except (OSError, ValueError):
         return False
     return str(start_time(int(pid))) == started
