@@ -203,7 +203,7 @@ DASHBOARDS = (
                     Panel(
                         "Degradation",
                         one("max by (model) (charonia_degradation_level@)"),
-                        help="Rungs of the degradation ladder in effect.",
+                        help="Levels of the degradation ladder in effect.",
                     ),
                 ),
             ),

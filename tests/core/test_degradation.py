@@ -1,4 +1,4 @@
-"""What is given up under pressure, rung by rung, and what becomes of requests meanwhile."""
+"""What is given up under pressure, level by level, and what becomes of requests meanwhile."""
 
 import json
 
@@ -14,7 +14,7 @@ from charonia.metrics.metrics import Metrics
 from charonia.protocol import SamplingParams
 
 LONG, SHORT = 10.0, 0.1
-"""Seconds of waiting, more than a rung takes and fewer than half as many."""
+"""Seconds of waiting, more than a level takes and fewer than half as many."""
 
 
 class Bench:
@@ -51,7 +51,7 @@ def request_of(**params) -> GenerationRequest:
     return GenerationRequest(key="a", prompt_ids=[1], params=SamplingParams(**params))
 
 
-def test_rungs_are_climbed_one_after_the_other_and_left_more_slowly(make):
+def test_levels_are_enabled_one_after_the_other_and_disabled_more_slowly(make):
     bench = make()
     climbed = [bench.observe(LONG, after=CLIMB_EVERY_S / 2) for _ in range(12)]
     assert climbed == [1, 1, 2, 2, 3, 3, 4, 4, 4, 4, 4, 4]
@@ -129,6 +129,6 @@ def test_one_may_give_up_other_things_in_another_order(make):
 
 
 @pytest.mark.parametrize("ladder", ["", "speculation,", "chunks,chunks", "chunk"])
-def test_a_ladder_of_other_rungs_is_refused(ladder):
+def test_a_ladder_of_other_levels_is_refused(ladder):
     with pytest.raises(ConfigError, match="must name some of speculation, chunks, max_tokens"):
         SchedulerArgs.from_parameters({"degradation_ladder": ladder})

@@ -283,11 +283,11 @@ def test_the_ladder_is_the_real_one():
 
     capped, refused, whole = ("length", 2), ("overloaded", 0), ("length", 9)
     assert ends("max_tokens", *flood, *low, *later) == [capped, whole, whole]
-    # While nobody comes, both rungs are left.
+    # While nobody comes, both levels are disabled.
     assert ends("max_tokens,rejection", *flood, *low, *later) == [refused, whole, whole]
 
 
-def test_shorter_chunks_are_a_rung_of_the_ladder():
+def test_shorter_chunks_are_a_level_of_the_ladder():
     requests = [request(90, 10) for _ in range(200)]
     ladder = {"degradation_wait_s": 1.0, "degradation_ladder": "chunks"}
     with_it, without = run(make_setting(**ladder), *requests), run(make_setting(), *requests)

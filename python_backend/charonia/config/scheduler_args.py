@@ -15,7 +15,7 @@ from charonia.errors import ConfigError, shown
 SERVER_PARAMETERS = ("FORCE_CPU_ONLY_INPUT_TENSORS", "EXECUTION_ENV_PATH")
 """Parameters in a config.pbtxt that are for the inference server, not for us."""
 PATH_PARAMETERS = ("tenants_file", "record_dir", "semantic_cache_model")
-RUNGS = ("speculation", "chunks", "max_tokens", "rejection")
+DEGRADATION_LEVELS = ("speculation", "chunks", "max_tokens", "rejection")
 """What a server can give up under load, see `SchedulerArgs.degradation_ladder`."""
 MIN_ANSWER_BYTES = 814
 """Size of the smallest answer, one without text; the least value of `answer_cache_bytes`."""
@@ -52,8 +52,8 @@ class SchedulerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             no longer, as estimated from earlier steps. "auto" is twice the time of steps without
             prompts; None sets no limit. It needs `enable_chunked_prefill`.
         degradation_wait_s: wait of a new request, in seconds, above which the server degrades: it
-            takes the first rung of `degradation_ladder`, and another one each second. Below half of
-            this wait, one rung is undone every five seconds. None turns degradation off.
+            enables the first level of `degradation_ladder`, and another one each second. Below half
+            of this wait, one level is undone every five seconds. None turns degradation off.
         degradation_ladder: what is given up, in this order; some or all of: "speculation", drafts;
             "chunks", three quarters of the prompt tokens of steps that also generate; "max_tokens",
             answers longer than `degradation_max_tokens`, of new requests of low priority;
@@ -130,7 +130,7 @@ class SchedulerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Annotated[float, msgspec.Meta(gt=0, le=1000 * MAX_SECONDS)] | Literal["auto"] | None
     ) = None
     degradation_wait_s: Seconds | None = None
-    degradation_ladder: str = ",".join(RUNGS)
+    degradation_ladder: str = ",".join(DEGRADATION_LEVELS)
     degradation_max_tokens: PositiveInt = 256
     capacity_scheduler_policy: Literal[
         "max_utilization", "expected_peak", "guaranteed_no_evict"
@@ -157,11 +157,11 @@ class SchedulerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     report_custom_metrics: bool = msgspec.field(default=False, name="REPORT_CUSTOM_METRICS")
 
     def __post_init__(self) -> None:
-        rungs = self.degradation_rungs
-        if not set(rungs) <= set(RUNGS) or len(set(rungs)) < len(rungs):
+        levels = self.degradation_levels
+        if not set(levels) <= set(DEGRADATION_LEVELS) or len(set(levels)) < len(levels):
             raise ValueError(
                 f"degradation_ladder = {shown(self.degradation_ladder)} must name some of"
-                f" {', '.join(RUNGS)}, each once, with commas between them"
+                f" {', '.join(DEGRADATION_LEVELS)}, each once, with commas between them"
             )
         needs = {
             "answer_cache_ttl_s": "answer_cache_bytes",
@@ -177,9 +177,9 @@ class SchedulerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 raise ValueError(f"{name} = {shown(value)} has no effect without {needed}")
 
     @property
-    def degradation_rungs(self) -> tuple[str, ...]:
+    def degradation_levels(self) -> tuple[str, ...]:
         """What is given up under load, in this order."""
-        return tuple(rung.strip() for rung in self.degradation_ladder.split(","))
+        return tuple(level.strip() for level in self.degradation_ladder.split(","))
 
     def check_engine(self, engine_args: EngineArgs) -> None:
         """Raises ConfigError: a parameter has no effect with an engine of these arguments."""

@@ -165,7 +165,7 @@ METRICS = {
     ),
     "charonia_cancellations_total": _counter("Requests whose client cancelled them or went away."),
     "charonia_degradation_level": _gauge(
-        "Number of rungs of the degradation ladder in effect, 0 without pressure."
+        "Number of levels of the degradation ladder in effect, 0 without pressure."
     ),
     "charonia_capped_requests_total": _counter(
         "Low-priority requests whose max_tokens was lowered under pressure."

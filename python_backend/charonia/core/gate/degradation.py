@@ -1,9 +1,9 @@
-"""Degradation under load: the server takes one rung of a ladder after the other, and back.
+"""The server enables its degradation levels one by one, and disables them in reverse.
 
 Owns the present level and when it changes. Must not know how waits are measured.
 
 The level rises fast, so that the queue does not grow meanwhile. It falls slowly, and only when the
-wait is much shorter: else the gain of a rung would undo the rung at once.
+wait is much shorter: else the gain of a level would undo the level at once.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from charonia.protocol import SamplingParams
 CLIMB_EVERY_S = 1.0
 DESCEND_EVERY_S = 5.0
 DESCEND_SHARE = 0.5
-"""Share of `degradation_wait_s` below which a rung is undone."""
+"""Share of `degradation_wait_s` below which a level is disabled."""
 PROMPT_SHARE = 0.25
 
 
@@ -38,7 +38,7 @@ class Degradation:
         self, args: SchedulerArgs, tenants: Tenants, metrics: Metrics, *, log: Callable[[str], None]
     ) -> None:
         self._wait_s = args.degradation_wait_s
-        self._rungs = args.degradation_rungs
+        self._levels = args.degradation_levels
         self._max_tokens = args.degradation_max_tokens
         self._tenants = tenants
         self._metrics = metrics
@@ -50,52 +50,52 @@ class Degradation:
 
     @property
     def level(self) -> int:
-        """Number of rungs that are taken."""
+        """Number of levels in effect."""
         return self._level
 
     @property
     def shedding(self) -> LoadShedding:
         """The load shedding of steps at this level."""
-        active = self._rungs[: self._level]
+        active = self._levels[: self._level]
         return LoadShedding(
             speculates="speculation" not in active,
             prompt_share=PROMPT_SHARE if "chunks" in active else 1.0,
         )
 
     def observe(self, wait_s: float | None, now: float) -> bool:
-        """Take a rung or undo one, if it is time.
+        """Enable a level or disable one, if it is time.
 
         Args:
             wait_s: expected wait of a new request for its first step; None if unknown.
             now: seconds, monotonic.
 
         Returns:
-            Whether the level has changed.
+            Whether the number of levels in effect has changed.
         """
         if self._wait_s is None or wait_s is None:
             return False
         self._seen_wait_s = wait_s
         level, passed = self._level, now - self._moved_at
         if wait_s > self._wait_s and passed >= CLIMB_EVERY_S:
-            level = min(level + 1, len(self._rungs))
+            level = min(level + 1, len(self._levels))
         elif wait_s < DESCEND_SHARE * self._wait_s and passed >= DESCEND_EVERY_S:
             level = max(level - 1, 0)
         if level == self._level:
             return False
         self._level, self._moved_at = level, now
         self._metrics.gauges["charonia_degradation_level", ""] = float(level)
-        rungs = ",".join(self._rungs[:level])
+        levels = ",".join(self._levels[:level])
         make = warning_event if level else event
-        self._log(make("degradation", taken=level, rungs=rungs, wait_s=round(wait_s, 3)))
+        self._log(make("degradation", taken=level, levels=levels, wait_s=round(wait_s, 3)))
         return True
 
     def check(self, params: SamplingParams) -> None:
-        """Refuse a request of low priority if "rejection" is taken.
+        """Refuse a request of low priority if "rejection" is in effect.
 
         Raises:
             OverloadedError: it is refused.
         """
-        if "rejection" not in self._rungs[: self._level] or not self._is_low(params):
+        if "rejection" not in self._levels[: self._level] or not self._is_low(params):
             return
         assert self._wait_s is not None
         raise OverloadedError(
@@ -104,11 +104,11 @@ class Degradation:
         )
 
     def capped(self, request: GenerationRequest) -> GenerationRequest:
-        """The request, with a lower `max_tokens` if that rung is taken and its priority is low."""
+        """The request, its `max_tokens` lowered if that level is in effect and its priority low."""
         params = request.params
         max_tokens = max(self._max_tokens, params.min_tokens)
         if (
-            "max_tokens" not in self._rungs[: self._level]
+            "max_tokens" not in self._levels[: self._level]
             or params.max_tokens <= max_tokens
             or request.is_probe
             or not self._is_low(params)
