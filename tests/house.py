@@ -6,11 +6,13 @@
 
 Owns how these are counted, so that two states can be compared. Standard library only.
 
-    watchers     files that are named for what they do to processes: probe, watch, repair
+    watchers     files about whether other processes work, and what is done if not: probes, watches,
+                 circuit breakers, restarts, repairs. They are known by their folder or name
     callbacks    parameters of constructors, and fields of dataclasses, that are annotated as
                  callables; `log` and `clock` are counted apart
-    registries   dictionaries and sets by a string that an object keeps, in the scheduler's process
-                 and in the models'
+    registries   dictionaries and sets by a request's key that an object keeps, in the processes of
+                 the scheduler and the other models. They are known by their subscripts, which are
+                 called key. Those by a tenant or a metric are not counted
     shapes       classes that one request passes through, as REQUEST.md lists them
 """
 
@@ -31,11 +33,13 @@ PACKAGE = f"{FOLDER}/charonia"
 LONG = 450
 WATCHERS = re.compile(
     r"(^|/)(supervision|lifecycle)/(?!.*__init__).*\.py$"  # folders for it
-    r"|/(doors|engine_liveness|engine_model|farewell|guard|ledger|liveness|lookout|patience|peer"
-    r"|probe|probing|readiness|repairs|seat|server_watch|stranded|succession|supervisor|watch)\.py$"
+    r"|/(doors|engine_model|gateway_process|liveness|lookout|patience|peer|probe|probing|readiness"
+    r"|recovery|repairs|server_watch|stranded|supervisor|watch)\.py$"
+    r"|^gateway/(breaker|progress)\.py$"
 )
-REGISTRY_PARTS = ("core/", "engine/", "serving/", "supervision/")
-REGISTRY = re.compile(r"(dict|OrderedDict|defaultdict)\[str, |set\[str\]")
+REGISTRY_PARTS = ("control/", "core/", "engine/", "serving/")
+REGISTRY = re.compile(r"(dict|OrderedDict|defaultdict|set)\[str\b")
+KEY = re.compile(r"(^|[._])key$")
 PLAIN_CALLBACKS = ("log", "clock")
 
 
@@ -56,7 +60,7 @@ class House:
         return [
             path
             for path in self.lines
-            if WATCHERS.search(path) and not path.startswith(("control/", "data/", "gateway/"))
+            if WATCHERS.search(path) and not path.startswith(("control/", "data/"))
         ]
 
     @property
@@ -92,12 +96,14 @@ def read(sources: dict[str, str], request_md: str) -> House:
     house = House(lines, shapes_of(request_md))
     for path, source in sources.items():
         tree = ast.parse(source)
+        keyed = keyed_attributes(tree) if path.startswith(REGISTRY_PARTS) else set()
         for owner in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
             for name in callbacks_of(owner):
                 found = house.plain_callbacks if name in PLAIN_CALLBACKS else house.callbacks
                 found.append(f"{path}:{owner.name}.{name}")
-            if path.startswith(REGISTRY_PARTS):
-                house.registries += (f"{path}:{owner.name}.{name}" for name in registries_of(owner))
+            house.registries += (
+                f"{path}:{owner.name}.{name}" for name in dictionaries_of(owner) if name in keyed
+            )
         house.threads += [path] * source.count("threading.Thread(")
     return house
 
@@ -118,15 +124,34 @@ def callbacks_of(owner: ast.ClassDef) -> Iterator[str]:
             yield ast.unparse(node.target)
 
 
-def registries_of(owner: ast.ClassDef) -> Iterator[str]:
-    """Names of attributes that are dictionaries or sets by a string."""
+def dictionaries_of(owner: ast.ClassDef) -> Iterator[str]:
+    """Names of attributes, or fields, that are dictionaries or sets by a string."""
     for node in ast.walk(owner):
-        if (
-            isinstance(node, ast.AnnAssign)
-            and ast.unparse(node.target).startswith("self.")
-            and REGISTRY.match(ast.unparse(node.annotation))
-        ):
-            yield ast.unparse(node.target).removeprefix("self.")
+        if isinstance(node, ast.AnnAssign) and REGISTRY.match(ast.unparse(node.annotation)):
+            name = ast.unparse(node.target)
+            if name.startswith("self.") or node in owner.body:
+                yield name.removeprefix("self.")
+
+
+def keyed_attributes(tree: ast.AST) -> set[str]:
+    """Names of attributes that are subscripted, searched or called with a key.
+
+    `self._live[key]`, `request.key in self._live` and `self._live.pop(key)` all find `_live`.
+    """
+    found = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Subscript(value=ast.Attribute(attr=name), slice=used):
+                pass
+            case ast.Compare(left=used, comparators=[ast.Attribute(attr=name)]):
+                pass
+            case ast.Call(func=ast.Attribute(value=ast.Attribute(attr=name)), args=[used, *_]):
+                pass
+            case _:
+                continue
+        if KEY.search(ast.unparse(used)):
+            found.add(name)
+    return found
 
 
 def shapes_of(request_md: str) -> list[str]:
