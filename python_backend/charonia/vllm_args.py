@@ -98,7 +98,6 @@ null is always accepted; None stands for any value.
 _ACCEPTED = {name: accepted for names in BY_REASON.values() for name, accepted in names.items()}
 _SECRETS = ("hf_token",)
 _WHY = {name: why for why, names in BY_REASON.items() for name in names}
-NAMES = tuple(_ACCEPTED)
 
 
 def leave_out(values: Mapping[str, Any], log: Callable[[str], None]) -> dict[str, Any]:

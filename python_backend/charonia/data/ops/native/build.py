@@ -65,12 +65,6 @@ class KernelsUnavailableError(Exception):
     """The kernels can be neither loaded nor built, for the reason in the text."""
 
 
-def best_isa() -> str:
-    """The best instruction set of this processor."""
-    flags = _processor_flags()
-    return next(isa for isa, needed in _NEEDED.items() if needed <= flags)
-
-
 def supported_isas() -> list[str]:
     """All instruction sets of this processor, best first."""
     flags = _processor_flags()
