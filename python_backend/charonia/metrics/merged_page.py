@@ -1,7 +1,7 @@
 """The metrics page: tritonserver's own, followed by what only the schedulers know.
 
-Owns what is on the page, and how long it waits for whom. Must not know how it is served, nor how a
-server runs.
+Owns what is on the page, and the timeouts for tritonserver and the schedulers. Must not know how it
+is served, nor how a server runs.
 
     scheduler      asked first: it updates its metrics at Triton, and returns its histograms
     tritonserver   read then, so that the page has everything counted before the request for it
