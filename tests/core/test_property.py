@@ -237,8 +237,7 @@ def check_answers(
             # Nothing is computed for nobody: a text that met its stop string is gone by now, or
             # goes with the last step that computes it.
             going_on = {each.key for each in scheduler.requests if not each.num_in_flight}
-            requests = bench.core._requests
-            assert going_on <= {name for key in requests for name in requests.get(key).open_samples}
+            assert going_on <= {key for one in bench.core._requests for key in one.open_samples}
         step += 1
         assert step < 3000, "a request hangs"
     for index, visit in enumerate(arrivals):

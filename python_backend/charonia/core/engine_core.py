@@ -337,21 +337,20 @@ class EngineCore:
         if self._reload is not None:
             return  # they wait for the next engine
         if self.down_reason is not None:
-            for key in list(self._requests.held):
-                self.end(key, self._replica.recovery.unavailable)
+            for live in list(self._requests.held):
+                self._end(live, self._replica.recovery.unavailable)
         elif self.is_up:
-            for live in list(self._requests.held.values()):
+            for live in list(self._requests.held):
                 self._place(live)
 
     def _place(self, live: LiveRequest) -> None:
-        replica, request = self._replica, live.held
-        assert request is not None
+        replica = self._replica
         if replica.engine_args.seed != self._seed:  # another engine was loaded
             self._seed = replica.engine_args.seed
             self._next_seed = seeds_of(self._seed)
         try:
             samples = control_requests(
-                request,
+                live.request,
                 replica.recovery.known_info,
                 replica.limits,
                 live.arrived_at,
@@ -364,7 +363,7 @@ class EngineCore:
             return
         self._requests.open(live, samples)
         if live.cancelled:
-            self.cancel_samples(live.key, live.cancelled)
+            self.cancel_samples(live.request.key, live.cancelled)
 
     def _deliver_updates(self) -> None:
         updates, self._updates = self._updates, []
@@ -389,21 +388,21 @@ class EngineCore:
             return
         if isinstance(error, RequestQuarantinedError):
             self.metrics.count("charonia_requests_quarantined_total")
-            self._log(error_event("request_quarantined", **live.log_fields))
+            self._log(error_event("request_quarantined", **live.request.log_fields))
         self._end(live, error)
 
     # ------------------------------------------------------------------ ends
 
     def _note_cancelled(self, live: LiveRequest) -> None:
         """Count a request that its client cancels; a shared computation has no client."""
-        if live.is_shared:
+        if live.request.is_shared:
             return
         self.metrics.count("charonia_cancellations_total")
-        self._log(event("request_cancelled", **live.log_fields, tokens=live.num_tokens))
+        self._log(event("request_cancelled", **live.request.log_fields, tokens=live.num_tokens))
 
     def _fail_all(self, error: CharoniaError) -> None:
-        for key in list(self._requests):
-            self.end(key, error)
+        for live in list(self._requests):
+            self._end(live, error)
 
     def _end(self, live: LiveRequest, error: CharoniaError) -> None:
         """End a request with an error, whether it is held or placed."""

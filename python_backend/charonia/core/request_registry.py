@@ -8,7 +8,7 @@ counted. Must not know steps, nor why a request ends.
                 └─ fail(), cancel_samples(), the last chunk of take() ──► on_chunk(), an end once
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from charonia.control import Request, Update
@@ -26,43 +26,15 @@ class LiveRequest:
     """A request that has not ended.
 
     Attributes:
-        key, tenant, is_probe, is_shared, log_fields: as in `GenerationRequest`.
-        arrived_at: its arrival, in seconds. num_prompt: tokens of its prompt.
-        n: completions that it asked for.
-        has_deadline: whether it has a `deadline_ms`.
-        held: the client's request, while it waits to be placed; then None.
-        cancelled: samples that its client cancelled while it was held.
-        streams: the output of its samples, once it is placed.
+        request: the client's. arrived_at: its arrival, in seconds.
+        cancelled: samples that its client cancelled before it was placed.
+        streams: the output of its samples; None until it is placed.
     """
 
-    key: str
-    tenant: str
-    is_probe: bool
-    is_shared: bool
+    request: GenerationRequest
     arrived_at: float
-    num_prompt: int
-    n: int
-    has_deadline: bool
-    log_fields: Mapping[str, str | None]
-    held: GenerationRequest | None
     cancelled: set[int] = field(default_factory=set)
     streams: SampleStreams | None = None
-
-    @classmethod
-    def of(cls, request: GenerationRequest, arrived_at: float) -> "LiveRequest":
-        """The entry of a new request."""
-        return cls(
-            key=request.key,
-            tenant=request.params.tenant,
-            is_probe=request.is_probe,
-            is_shared=request.is_shared,
-            arrived_at=arrived_at,
-            num_prompt=len(request.prompt_ids),
-            n=request.params.n,
-            has_deadline=request.params.deadline_ms is not None,
-            log_fields=request.log_fields,
-            held=request,
-        )
 
     @property
     def num_tokens(self) -> int:
@@ -87,11 +59,10 @@ class LiveRequest:
 
     def leaves_nothing(self, indexes: Collection[int]) -> bool:
         """Whether cancelling these samples ends it, and no sample has ended by itself."""
-        if self.held is not None:
-            params, cancelled = self.held.params, self.cancelled.union(indexes)
-            return params.num_samples == params.n and cancelled.issuperset(range(params.n))
         streams = self.streams
-        assert streams is not None
+        if streams is None:
+            params, cancelled = self.request.params, self.cancelled.union(indexes)
+            return params.num_samples == params.n and cancelled.issuperset(range(params.n))
         ends = len(streams.cancellable(indexes)) == len(streams.open)
         return ends and streams.reason == "cancelled"
 
@@ -105,7 +76,7 @@ class RequestRegistry:
         clock: monotonic, in seconds.
 
     Attributes:
-        held: the requests that wait to be placed, by key, in order of arrival.
+        held: the requests that wait to be placed, in order of arrival.
     """
 
     def __init__(
@@ -124,7 +95,7 @@ class RequestRegistry:
         self._clock = clock
         self._gaps = metrics.histograms["charonia_inter_token_seconds"]
         self._live: dict[str, LiveRequest] = {}
-        self.held: dict[str, LiveRequest] = {}
+        self.held: dict[LiveRequest, None] = {}
         self._deadlines = Deadlines()
 
     # ------------------------------------------------------------------ questions
@@ -142,24 +113,23 @@ class RequestRegistry:
         """The live request with this key, or None."""
         return self._live.get(key)
 
-    def __iter__(self) -> Iterator[str]:
-        """Keys of all live requests, in order of arrival."""
-        return iter(self._live)
+    def __iter__(self) -> Iterator[LiveRequest]:
+        """All live requests, in order of arrival."""
+        return iter(self._live.values())
 
     # ------------------------------------------------------------------ from first to last
 
     def add(self, request: GenerationRequest, arrived_at: float) -> None:
         """Add a request, held until `open`. Its timeouts count from its arrival."""
-        live = LiveRequest.of(request, arrived_at)
-        self._live[live.key] = self.held[live.key] = live
+        live = LiveRequest(request, arrived_at)
+        self._live[request.key] = live
+        self.held[live] = None
         self._deadlines.add(request, arrived_at)
 
     def open(self, live: LiveRequest, samples: Sequence[Request]) -> None:
         """Begin the output of a held request, which is placed now."""
-        assert live.held is not None
-        live.streams = SampleStreams(samples, live.held.params, self._make_stream)
-        live.held = None
-        del self.held[live.key]
+        live.streams = SampleStreams(samples, live.request.params, self._make_stream)
+        del self.held[live]
 
     def take_due(self, now: float) -> list[tuple[str, bool]]:
         """Keys whose timeouts are over, and whether it was the timeout until the first step."""
@@ -180,7 +150,7 @@ class RequestRegistry:
         is_first = last_at is None and not streams.num_tokens
         chunks = streams.take(update, now)
         num_new = stream.num_tokens - num_tokens
-        if num_new and not live.is_probe:
+        if num_new and not live.request.is_probe:
             self._observe_tokens(live, num_new, last_at, now, is_first=is_first)
         if not streams.open:
             self._end(live, streams.reason, now)
@@ -201,7 +171,7 @@ class RequestRegistry:
         else:
             is_over = live.leaves_nothing(indexes)
             live.cancelled.update(indexes)
-            chunks = _cancelled(live) if is_over else []
+            chunks = _cancelled(live.request) if is_over else []
             if is_over:
                 self._end(live, "cancelled", now)
         for chunk in chunks:
@@ -211,34 +181,36 @@ class RequestRegistry:
         """End a request with an error."""
         now, streams = self._clock(), live.streams
         self._end(live, error.kind, now)
-        chunks = [Chunk(live.key, error=error)] if streams is None else streams.fail(error, now)
+        key = live.request.key
+        chunks = [Chunk(key, error=error)] if streams is None else streams.fail(error, now)
         for chunk in chunks:
             self._events.on_chunk(chunk)
 
     def _end(self, live: LiveRequest, reason: str, now: float) -> None:
         """Remove and count a request. Each ends here once, before its last chunk is sent."""
-        del self._live[live.key]
-        self.held.pop(live.key, None)
-        self._deadlines.remove(live.key)
-        streams, num_tokens = live.streams, live.num_tokens
-        if streams is not None and not live.is_probe:
-            self._attainment.note_computed(live.tenant, live.num_prompt, num_tokens)
-        if live.is_probe or live.is_shared:
+        request, streams, num_tokens = live.request, live.streams, live.num_tokens
+        params, num_prompt = request.params, len(request.prompt_ids)
+        del self._live[request.key]
+        self.held.pop(live, None)
+        self._deadlines.remove(request.key)
+        if streams is not None and not request.is_probe:
+            self._attainment.note_computed(params.tenant, num_prompt, num_tokens)
+        if request.is_probe or request.is_shared:
             return
         # Counted at the end, so that requests that timed out in the queue are counted, too.
         left_queue_at = now if live.started_at is None else live.started_at
         self._attainment.note_end(
             RequestEnd(
-                tenant=live.tenant,
+                tenant=params.tenant,
                 reason=reason,
                 queue_s=left_queue_at - live.arrived_at,
                 total_s=now - live.arrived_at,
-                num_prompt=live.num_prompt,
+                num_prompt=num_prompt,
                 num_tokens=num_tokens,
-                n=live.n,
+                n=params.n,
                 first_token_s=None if streams is None else streams.first_token_s,
                 inter_token_s=None if streams is None else streams.inter_token_s,
-                has_deadline=live.has_deadline,
+                has_deadline=params.deadline_ms is not None,
             )
         )
 
@@ -261,23 +233,22 @@ class RequestRegistry:
         if last_at is not None:
             self._gaps.observe((now - last_at) / num_tokens, num_tokens)
             return
-        if is_first and live.is_shared:
-            self._events.on_first_token(live.key)
+        if is_first and live.request.is_shared:
+            self._events.on_first_token(live.request.key)
         elif is_first:
             waited = now - live.arrived_at
             self._metrics.observe_request("charonia_time_to_first_token_seconds", waited)
         self._gaps.observe(0.0, num_tokens - 1)
 
 
-def _cancelled(live: LiveRequest) -> list[Chunk]:
+def _cancelled(request: GenerationRequest) -> list[Chunk]:
     """The last chunks of a request that was cancelled before it was placed."""
-    assert live.held is not None
-    num_samples = live.held.params.num_samples
+    num_samples = request.params.num_samples
     return [
         Chunk(
-            live.key,
+            request.key,
             finish_reason="cancelled",
-            num_prompt_tokens=live.num_prompt,
+            num_prompt_tokens=len(request.prompt_ids),
             index=index,
             num_open=num_samples - 1 - index,
         )
