@@ -1,12 +1,15 @@
 """What each tenant got, and whether it was what was promised."""
 
 import json
+from dataclasses import dataclass
 
 import pytest
 
-from charonia.core.gate.attainment import Attainment, RequestEnd
+from charonia.core.gate.attainment import Attainment
 from charonia.core.gate.tenants import Tenants
+from charonia.core.generation_request import GenerationRequest
 from charonia.metrics.metrics import Metrics
+from charonia.protocol import SamplingParams
 from core.answer_bench import AnswerBench
 from core.bench import Bench
 from support.echo import EchoExecutor
@@ -34,6 +37,20 @@ def counts(metrics: Metrics) -> dict[str, float]:
         for (name, tenant), value in metrics.counters.items()
         if value and any(word in name for word in words)
     }
+
+
+@dataclass
+class Entry:
+    """One that came at 0 s."""
+
+    request: GenerationRequest
+    first_token_s: float | None = None
+    inter_token_s: float | None = None
+    arrived_at: float = 0.0
+    num_tokens: int = 4
+
+    def queue_s(self, now: float) -> float:
+        return now / 2
 
 
 @pytest.mark.parametrize(
@@ -65,11 +82,13 @@ def counts(metrics: Metrics) -> dict[str, float]:
 def test_what_was_promised_is_met_or_missed(path, end, found):
     metrics = Metrics()
     attainment = Attainment(Tenants(path, log=print), metrics)
-    end = {"tenant": "search", "reason": "length"} | end
-    sizes = {"num_prompt": 3, "num_tokens": 4, "n": 1}
-    attainment.note_end(RequestEnd(queue_s=1.0, total_s=2.0, **sizes, **end))
+    end = {"tenant": "search", "reason": "length", "has_deadline": False} | end
+    tenant, reason, has_deadline = map(end.pop, ("tenant", "reason", "has_deadline"))
+    params = SamplingParams(tenant=tenant, deadline_ms=1000 if has_deadline else None)
+    request = GenerationRequest(key="a", prompt_ids=[1, 2, 3], params=params)
+    attainment.note_end(Entry(request, **end), reason, now=2.0)
     assert counts(metrics) == found
-    assert metrics.counters["charonia_finished_total", end["reason"]] == 1
+    assert metrics.counters["charonia_finished_total", reason] == 1
 
 
 def test_whom_the_server_refuses_has_missed_what_was_promised(path):

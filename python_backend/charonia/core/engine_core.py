@@ -205,7 +205,8 @@ class EngineCore:
         Args:
             arrived_at: its arrival, by the clock; None is now. Its timeouts count from then.
         """
-        self._requests.add(request, self._clock() if arrived_at is None else arrived_at)
+        arrived_at = self._clock() if arrived_at is None else arrived_at
+        self._requests.add(LiveRequest(request, arrived_at))
 
     def cancel(self, key: str) -> None:
         """Cancel a request for its client; a request that is not live is ignored."""
@@ -305,10 +306,7 @@ class EngineCore:
 
     def _expire(self, now: float) -> None:
         """End the requests that have timed out."""
-        for key, is_until_start in self._requests.take_due(now):
-            live = self._requests.get(key)
-            if live is None:  # its other timeout has just ended it
-                continue
+        for live, is_until_start in self._requests.take_due(now):
             has_started = live.started_at is not None
             error = self.overdue(is_until_start=is_until_start, has_started=has_started)
             if error is not None:

@@ -1,20 +1,20 @@
 """The live requests of the core: one entry for each, from its arrival to its end.
 
-Owns the entries, their timeouts, their output, and the one place where requests end and are
-counted. Must not know steps, nor why a request ends.
+Owns their output, and the chunks that are sent at their ends. Must not know steps, nor why a
+request ends.
 
     add() ──► held ──open()──► open ──take()──► on_chunk()
                 │                │
                 └─ fail(), cancel_samples(), the last chunk of take() ──► on_chunk(), an end once
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from charonia.control import Request, Update
-from charonia.core.gate.attainment import Attainment, RequestEnd
-from charonia.core.gate.deadlines import Deadlines
+from charonia.core.gate.attainment import Attainment
 from charonia.core.generation_request import GenerationRequest
+from charonia.core.live_entries import LiveEntries
 from charonia.core.output.outputs import Chunk, MakeStream, SampleStreams
 from charonia.core.request_events import RequestEvents
 from charonia.errors import CharoniaError
@@ -47,6 +47,20 @@ class LiveRequest:
         return None if self.streams is None else self.streams.first.started_at
 
     @property
+    def first_token_s(self) -> float | None:
+        """Seconds from its arrival to its first token; None without one."""
+        return None if self.streams is None else self.streams.first_token_s
+
+    @property
+    def inter_token_s(self) -> float | None:
+        """Mean seconds between its tokens, of the slowest sample; None with fewer than two."""
+        return None if self.streams is None else self.streams.inter_token_s
+
+    def queue_s(self, now: float) -> float:
+        """Seconds from its arrival to its first step; without one, until now."""
+        return (now if self.started_at is None else self.started_at) - self.arrived_at
+
+    @property
     def open_samples(self) -> list[str]:
         """Keys of the samples that have not ended, as the control plane has them."""
         return [] if self.streams is None else self.streams.keys_of(sorted(self.streams.open))
@@ -67,7 +81,7 @@ class LiveRequest:
         return ends and streams.reason == "cancelled"
 
 
-class RequestRegistry:
+class RequestRegistry(LiveEntries[LiveRequest]):
     """The live requests, from arrival to last chunk.
 
     Args:
@@ -88,52 +102,28 @@ class RequestRegistry:
         *,
         clock: Callable[[], float],
     ) -> None:
+        super().__init__(attainment)
         self._make_stream = make_stream
         self._events = events
         self._metrics = metrics
-        self._attainment = attainment
         self._clock = clock
         self._gaps = metrics.histograms["charonia_inter_token_seconds"]
-        self._live: dict[str, LiveRequest] = {}
         self.held: dict[LiveRequest, None] = {}
-        self._deadlines = Deadlines()
-
-    # ------------------------------------------------------------------ questions
-
-    def __len__(self) -> int:
-        """Number of live requests."""
-        return len(self._live)
 
     @property
     def num_open(self) -> int:
         """Number of live requests that are placed."""
-        return len(self._live) - len(self.held)
+        return len(self) - len(self.held)
 
-    def get(self, key: str) -> LiveRequest | None:
-        """The live request with this key, or None."""
-        return self._live.get(key)
-
-    def __iter__(self) -> Iterator[LiveRequest]:
-        """All live requests, in order of arrival."""
-        return iter(self._live.values())
-
-    # ------------------------------------------------------------------ from first to last
-
-    def add(self, request: GenerationRequest, arrived_at: float) -> None:
+    def add(self, entry: LiveRequest) -> None:
         """Add a request, held until `open`. Its timeouts count from its arrival."""
-        live = LiveRequest(request, arrived_at)
-        self._live[request.key] = live
-        self.held[live] = None
-        self._deadlines.add(request, arrived_at)
+        super().add(entry)
+        self.held[entry] = None
 
     def open(self, live: LiveRequest, samples: Sequence[Request]) -> None:
         """Begin the output of a held request, which is placed now."""
         live.streams = SampleStreams(samples, live.request.params, self._make_stream)
         del self.held[live]
-
-    def take_due(self, now: float) -> list[tuple[str, bool]]:
-        """Keys whose timeouts are over, and whether it was the timeout until the first step."""
-        return self._deadlines.take_due(now)
 
     def take(self, update: Update, now: float) -> bool:
         """Send a step's output, if its request is live and there is text or an end.
@@ -186,33 +176,14 @@ class RequestRegistry:
         for chunk in chunks:
             self._events.on_chunk(chunk)
 
-    def _end(self, live: LiveRequest, reason: str, now: float) -> None:
-        """Remove and count a request. Each ends here once, before its last chunk is sent."""
-        request, streams, num_tokens = live.request, live.streams, live.num_tokens
-        params, num_prompt = request.params, len(request.prompt_ids)
-        del self._live[request.key]
-        self.held.pop(live, None)
-        self._deadlines.remove(request.key)
-        if streams is not None and not request.is_probe:
-            self._attainment.note_computed(params.tenant, num_prompt, num_tokens)
-        if request.is_probe or request.is_shared:
-            return
-        # Counted at the end, so that requests that timed out in the queue are counted, too.
-        left_queue_at = now if live.started_at is None else live.started_at
-        self._attainment.note_end(
-            RequestEnd(
-                tenant=params.tenant,
-                reason=reason,
-                queue_s=left_queue_at - live.arrived_at,
-                total_s=now - live.arrived_at,
-                num_prompt=num_prompt,
-                num_tokens=num_tokens,
-                n=params.n,
-                first_token_s=None if streams is None else streams.first_token_s,
-                inter_token_s=None if streams is None else streams.inter_token_s,
-                has_deadline=params.deadline_ms is not None,
-            )
-        )
+    def _end(self, entry: LiveRequest, reason: str, now: float) -> None:
+        """See `LiveEntries`; also counts the tokens that were computed."""
+        self.held.pop(entry, None)
+        request = entry.request
+        if entry.streams is not None and not request.is_probe:
+            num_prompt = len(request.prompt_ids)
+            self._attainment.note_computed(request.params.tenant, num_prompt, entry.num_tokens)
+        super()._end(entry, reason, now)
 
     def _observe_tokens(
         self,

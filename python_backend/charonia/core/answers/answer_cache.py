@@ -386,14 +386,11 @@ class AnswerCache(RequestEvents):
 
     def _expire(self, now: float) -> None:
         """End the requests that have timed out."""
-        for key, is_until_start in self._subscribers.take_due(now):
-            subscriber = self._subscribers.get(key)
-            if subscriber is None:  # its other timeout has just ended it
-                continue
+        for subscriber, is_until_start in self._subscribers.take_due(now):
             has_started = subscriber.computation.started_at is not None
             error = self.core.overdue(is_until_start=is_until_start, has_started=has_started)
             if error is not None:
-                self.end(key, error)
+                self.end(subscriber.key, error)
 
     def _end_deserted(self) -> None:
         """End samples, and whole computations, that no subscriber wants."""

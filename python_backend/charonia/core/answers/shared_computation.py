@@ -96,7 +96,6 @@ class Subscriber:
         open: its samples that have not ended. reason: finish reason of the last sample that was not
             cancelled; "cancelled" without one.
         first_at: when its first token was there, even if it was held back.
-        num_tokens: tokens that it has received, by sample.
     """
 
     request: GenerationRequest
@@ -105,13 +104,14 @@ class Subscriber:
     open: set[int] = field(default_factory=set)
     reason: FinishReason = "cancelled"
     first_at: float | None = None
-    num_tokens: list[int] = field(default_factory=list)
+    _received: list[int] = field(default_factory=list)
+    """How many tokens it has received of each sample."""
     _spans: dict[int, tuple[float, float]] = field(default_factory=dict)
     """When it received the first and the latest tokens of each sample."""
 
     def __post_init__(self) -> None:
         self.open = set(range(self.request.params.n))
-        self.num_tokens = [0] * self.request.params.n
+        self._received = [0] * self.request.params.n
 
     @property
     def key(self) -> str:
@@ -130,6 +130,11 @@ class Subscriber:
         computation.subscribers.append(self)
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens that it has received."""
+        return sum(self._received)
+
+    @property
     def first_token_s(self) -> float | None:
         """Seconds from its arrival to its first token."""
         return None if self.first_at is None else self.first_at - self.arrived_at
@@ -143,8 +148,8 @@ class Subscriber:
         for index, (first_at, last_at) in self._spans.items():
             if (has_one or is_ranked) and self.first_at is not None:
                 first_at = self.first_at  # earlier tokens were held back
-            if self.num_tokens[index] > 1:
-                found.append((last_at - first_at) / (self.num_tokens[index] - 1))
+            if self._received[index] > 1:
+                found.append((last_at - first_at) / (self._received[index] - 1))
         return max(found, default=None)
 
     def queue_s(self, now: float) -> float:
@@ -164,7 +169,7 @@ class Subscriber:
             return None
         if chunk.token_ids:
             self._spans[chunk.index] = self._spans.get(chunk.index, (now, now))[0], now
-            self.num_tokens[chunk.index] += len(chunk.token_ids)
+            self._received[chunk.index] += len(chunk.token_ids)
         if chunk.finish_reason is not None and chunk.finish_reason != "cancelled":
             self.reason = chunk.finish_reason
         if chunk.is_final:

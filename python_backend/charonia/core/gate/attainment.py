@@ -8,39 +8,47 @@ first token has missed the target for the first token. So has a refused request:
 difference. A refusal does not count if the client or its tenant is the cause.
 """
 
-from dataclasses import dataclass
+from typing import Protocol
 
 from charonia.core.gate.tenants import Tenants
+from charonia.core.generation_request import GenerationRequest
 from charonia.metrics.metrics import Metrics
 
 _FINISHED = ("stop", "length")
 _CANCELLED = "cancelled"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestEnd:
-    """The end of an accepted request.
+class LiveEntry(Protocol):
+    """What is known of an accepted request, as far as its end is counted."""
 
-    Attributes:
-        reason: "stop", "length", or the kind of its error.
-        queue_s: seconds from its arrival to its first step, or its end. total_s: to its end.
-        num_prompt: tokens of its prompt. num_tokens: generated tokens of all samples.
-        n: completions that it asked for.
-        first_token_s: from its arrival to its first token; None without one.
-        inter_token_s: mean time between its tokens; None with fewer than two.
-        has_deadline: whether it had a `deadline_ms`.
-    """
+    @property
+    def request(self) -> GenerationRequest:
+        """The client's request."""
+        ...
 
-    tenant: str
-    reason: str
-    queue_s: float
-    total_s: float
-    num_prompt: int
-    num_tokens: int
-    n: int
-    first_token_s: float | None = None
-    inter_token_s: float | None = None
-    has_deadline: bool = False
+    @property
+    def arrived_at(self) -> float:
+        """Its arrival, in seconds."""
+        ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all its samples so far."""
+        ...
+
+    @property
+    def first_token_s(self) -> float | None:
+        """Seconds from its arrival to its first token; None without one."""
+        ...
+
+    @property
+    def inter_token_s(self) -> float | None:
+        """Mean seconds between its tokens; None with fewer than two."""
+        ...
+
+    def queue_s(self, now: float) -> float:
+        """Seconds from its arrival to its first step; without one, until now."""
+        ...
 
 
 class Attainment:
@@ -50,28 +58,34 @@ class Attainment:
         self._tenants = tenants
         self._metrics = metrics
 
-    def note_end(self, end: RequestEnd) -> None:
-        """Count the end of a request, the only place where one is counted."""
+    def note_end(self, entry: LiveEntry, reason: str, now: float) -> None:
+        """Count the end of a request, the only place where one is counted.
+
+        Args:
+            reason: "stop", "length", or the kind of its error.
+        """
+        params = entry.request.params
         self._metrics.count_end(
-            end.reason,
-            queue_s=end.queue_s,
-            total_s=end.total_s,
-            num_prompt=end.num_prompt,
-            num_tokens=end.num_tokens,
-            n=end.n,
+            reason,
+            queue_s=entry.queue_s(now),
+            total_s=now - entry.arrived_at,
+            num_prompt=len(entry.request.prompt_ids),
+            num_tokens=entry.num_tokens,
+            n=params.n,
         )
-        args, label = self._tenants.of(end.tenant), self._tenants.label_of(end.tenant)
+        args, label = self._tenants.of(params.tenant), self._tenants.label_of(params.tenant)
         self._metrics.count("charonia_tenant_requests_total", 1, label)
-        if end.reason == _CANCELLED:
+        if reason == _CANCELLED:
             return
-        if end.has_deadline:
-            self._count("charonia_deadline", label, is_met=end.reason in _FINISHED)
+        if params.deadline_ms is not None:
+            self._count("charonia_deadline", label, is_met=reason in _FINISHED)
         if args.ttft_target_ms is not None:
-            first_s = end.first_token_s
+            first_s = entry.first_token_s
             is_met = first_s is not None and 1000 * first_s <= args.ttft_target_ms
             self._count("charonia_ttft_target", label, is_met=is_met)
-        if args.inter_token_target_ms is not None and end.inter_token_s is not None:
-            is_met = 1000 * end.inter_token_s <= args.inter_token_target_ms
+        inter_s = entry.inter_token_s
+        if args.inter_token_target_ms is not None and inter_s is not None:
+            is_met = 1000 * inter_s <= args.inter_token_target_ms
             self._count("charonia_inter_token_target", label, is_met=is_met)
 
     def note_computed(self, tenant: str, num_prompt: int, num_tokens: int) -> None:
