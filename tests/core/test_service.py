@@ -466,14 +466,14 @@ def test_an_order_that_a_bug_hinders_fails_and_the_next_is_carried_out(service, 
 
 def test_an_order_that_comes_while_a_bug_is_dealt_with_is_carried_out(service, monkeypatch):
     client = Client(service)
-    drop, late = service._drop_reload, order()
+    abandon, late = service._core.abandon, order()
 
-    def drop_and_be_ordered(reason):
-        monkeypatch.setattr(service, "_drop_reload", drop)
-        drop(reason)
+    def abandon_and_be_ordered(error):
+        monkeypatch.setattr(service._core, "abandon", abandon)
+        abandon(error)
         service.reload(late)
 
-    monkeypatch.setattr(service, "_drop_reload", drop_and_be_ordered)
+    monkeypatch.setattr(service._core, "abandon", abandon_and_be_ordered)
     monkeypatch.setattr(service._core, "add", lambda request, arrived_at: {}["a bug"])
     client.submit("a")
     assert str(client.wait("a")[-1].error) == "internal error: KeyError"

@@ -1,9 +1,9 @@
 """The requests of all clients, above the replica that runs them.
 
 Owns the course of every request (`request_registry` has them): when it is placed on the replica,
-when and why it ends. Also owns an operator's reload of the engine. Has no thread and no queue: its
-caller adds requests, calls `step` and gets events by `RequestEvents`. Must not know Triton, nor how
-steps and engines fail; `replica` does.
+when and why it ends. Also owns when an operator's reload of the engine begins. Has no thread and no
+queue: its caller adds requests, calls `step` and gets events by `RequestEvents`. Must not know
+Triton, nor how steps and engines fail; `replica` does.
 
     add() ──► held ──place──► Replica ──updates──► RequestRegistry ──► on_chunk()
                 │                │ cannot go on       │
@@ -30,7 +30,6 @@ from charonia.core.generation_request import GenerationRequest, check, control_r
 from charonia.core.output.outputs import MakeStream
 from charonia.core.recording.journal import Journal
 from charonia.core.recording.kv_events import KVEvents
-from charonia.core.replica.recovery import NOT_READY, SHUTTING_DOWN
 from charonia.core.replica.reload import Reload
 from charonia.core.replica.replica import Replica
 from charonia.core.replica.schedulers import Schedulers
@@ -101,7 +100,6 @@ class EngineCore:
         )
         self._updates: list[Update] = []
         self._seed, self._next_seed = engine_args.seed, seeds_of(engine_args.seed)
-        self._reload: Reload | None = None  # in progress
         self._replica = Replica(
             executor,
             engine_args,
@@ -241,13 +239,11 @@ class EngineCore:
         self._replica.shed(shedding)
 
     def reload(self, reload: Reload) -> None:
-        """Change to the engine that `reload` configures; see there when that is."""
-        if self._reload is not None:
-            reload.fail("another reload is under way")
-        elif self._replica.recovery.info is None:
-            reload.fail(NOT_READY)
-        else:
-            self._reload = reload
+        """Change to the engine that `reload` configures; see there when that is.
+
+        May be called from any thread, by one at a time.
+        """
+        self._replica.order_reload(reload)
 
     def abandon(self, error: CharoniaError) -> None:
         """Fail every request, discard their state and connect to the engine again.
@@ -256,7 +252,6 @@ class EngineCore:
         """
         self._replica.abandon(error)
         self._updates = []
-        self._drop_reload(str(error))
         self._fail_all(error)
         self._set_gauges()
 
@@ -264,7 +259,6 @@ class EngineCore:
         """Fail the live requests and release the engine."""
         self._fail_all(ShuttingDownError())
         self._replica.close()
-        self._drop_reload(SHUTTING_DOWN)
 
     # ------------------------------------------------------------------ one step
 
@@ -289,8 +283,8 @@ class EngineCore:
         self._expire(self._clock())
         if not replica.recovery.is_serving:
             replica.follow()
-        if self._reload is not None:
-            self._go_on_with_reload(self._reload)
+        if (reload := replica.reload) is not None and reload.phase != "loading":
+            self._go_on_with_reload(reload)
         if self._requests.held:
             self._place_held()
         if replica.recovery.is_serving:
@@ -313,13 +307,7 @@ class EngineCore:
                 self._end(live, error)
 
     def _go_on_with_reload(self, reload: Reload) -> None:
-        """Begin the reload as soon as it may begin; forget it once it is over."""
-        if not reload.is_over and reload.phase != "loading":
-            self._begin_reload(reload)
-        if reload.is_over:
-            self._reload = None
-
-    def _begin_reload(self, reload: Reload) -> None:
+        """Begin the reload as soon as it may begin."""
         requests = self._requests
         reload.num_live, reload.num_held = requests.num_open, len(requests.held)
         if reload.is_cancelled:
@@ -328,11 +316,11 @@ class EngineCore:
             reload.phase = "draining"
         else:
             self._deliver_updates()  # finished output need not wait for another engine
-            self._replica.reload(reload)
+            self._replica.begin_reload(reload)
 
     def _place_held(self) -> None:
         """Place the held requests on the replica, or fail them if there is no engine."""
-        if self._reload is not None:
+        if self._replica.reload is not None:
             return  # they wait for the next engine
         if self.down_reason is not None:
             for live in list(self._requests.held):
@@ -407,11 +395,6 @@ class EngineCore:
         for sample in live.open_samples:
             self._replica.finish(sample)
         self._requests.fail(live, error)
-
-    def _drop_reload(self, reason: str) -> None:
-        if self._reload is not None and not self._reload.is_over:
-            self._reload.fail(reason)
-        self._reload = None
 
     def _set_gauges(self) -> None:
         gauges, replica = self.metrics.gauges, self._replica

@@ -164,7 +164,6 @@ class EngineService(RequestEvents):
         self._log = log
         self._live: dict[str, _Accepted] = {}
         self._inbox: list[Callable[[], None]] = []
-        self._reload: Reload | None = None  # the last one; it always gets a result
         self._is_closing = False
         self._drained_at = inf
         self._last_turn_at: float | None = None
@@ -306,16 +305,13 @@ class EngineService(RequestEvents):
         return self._core.engine_args
 
     def reload(self, reload: Reload) -> None:
-        """Change to another engine; `reload` shows the progress."""
+        """Change to another engine; `reload` shows the progress, and always gets a result."""
         with self._wake:
             if self._is_closing:
                 reload.fail("the server is shutting down")
-            elif self._reload is not None and not self._reload.is_over:
-                reload.fail("another reload is under way")
-            else:
-                self._reload = reload
-                self._inbox.append(partial(self._core.reload, reload))
-                self._wake.notify()
+                return
+            self._core.reload(reload)
+            self._wake_up()
 
     def drain(self) -> int:
         """Refuse new requests, except probes; all others go on.
@@ -334,7 +330,6 @@ class EngineService(RequestEvents):
             self._wake.notify()
         if self._thread.ident is None:  # the thread was never started
             self._core.close()
-            self._drop_reload("the server is shutting down")
         elif self._thread.is_alive():
             self._thread.join()
         if self._similar is not None:
@@ -416,7 +411,6 @@ class EngineService(RequestEvents):
         self._take_inbox()
         self._answers.close()
         self._core.close()
-        self._drop_reload("the server is shutting down")
 
     def _turn(self) -> None:
         self._last_turn_at = time.monotonic()
@@ -464,15 +458,9 @@ class EngineService(RequestEvents):
             # Requests that the core does not know: still in the inbox, or lost from it.
             left, self._live = self._live, {}
             self._inbox = []
-            self._drop_reload(str(error))
         for key, accepted in left.items():
             self._gate.leave(key)
             accepted.take(Chunk(key, error=error))
-
-    def _drop_reload(self, reason: str) -> None:
-        """Fail a reload in progress, so that its operator does not wait for ever."""
-        if self._reload is not None and not self._reload.is_over:
-            self._reload.fail(reason)
 
     def _take_inbox(self) -> None:
         with self._wake:

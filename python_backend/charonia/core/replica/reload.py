@@ -65,7 +65,13 @@ class Reload:
         self.phase = "done"
 
     def undo(self, reason: str) -> str:
-        """Restore the old configuration. Returns the reason, and the error if that fails, too."""
+        """Restore the old configuration, if a new one was installed.
+
+        Returns:
+            The reason, and the error if that fails, too.
+        """
+        if self._began_at is None:
+            return reason
         try:
             self.restore()
         except OSError as error:

@@ -1,8 +1,8 @@
 """The scheduler's side of one engine: its requests, its steps and its recovery.
 
-Owns the scheduler, the steps in flight, the search for an engine, the recovery state and a reload
-in progress. Must not know text, clients, or requests that wait elsewhere: one `engine_core` may
-have several replicas.
+Owns the scheduler, the steps in flight, the search for an engine, the recovery state and the
+reload that was ordered. Must not know text, clients, or requests that wait elsewhere: one
+`engine_core` may have several replicas.
 
     add() ─► Scheduler ─ fill() ─► StepsInFlight ─ collect() ─► updates
                  ▲                    │ a step fails, the engine dies, hangs, is unloaded
@@ -29,7 +29,7 @@ from charonia.control import (
 )
 from charonia.core.recording.kv_events import KVEvents
 from charonia.core.replica.engine_search import EngineSearch
-from charonia.core.replica.recovery import SHUTTING_DOWN, Recovery
+from charonia.core.replica.recovery import NOT_READY, SHUTTING_DOWN, Recovery
 from charonia.core.replica.reload import Reload, misfit
 from charonia.core.replica.schedulers import Schedulers
 from charonia.core.replica.steps_in_flight import EndedStep, StepsInFlight
@@ -110,7 +110,7 @@ class Replica:
             executor, clock=clock, timeout_s=scheduler_args.load_timeout_s, wake=wake
         )
         self.recovery = Recovery(metrics=metrics, clock=clock, log=log)
-        self._reload: Reload | None = None  # in progress
+        self._reload: Reload | None = None  # the last one
         self._limits: Limits | None = None
 
     # ------------------------------------------------------------------ questions
@@ -141,6 +141,12 @@ class Replica:
         if self.recovery.down_reason is not None or self._limits is None:
             raise self.recovery.unavailable
         return self._limits
+
+    @property
+    def reload(self) -> Reload | None:
+        """The reload that was ordered and is not over; other requests wait for its engine."""
+        reload = self._reload
+        return None if reload is None or reload.is_over else reload
 
     @property
     def num_running(self) -> int:
@@ -268,30 +274,36 @@ class Replica:
             recovery.wait_no_longer(self._num_live)
             self._fail_all_if_down()
 
-    def reload(self, reload: Reload) -> bool:
-        """Replace the engine by the one that `reload` configures; that shows the progress.
+    def order_reload(self, reload: Reload) -> None:
+        """Take an order to replace the engine, which `begin_reload` carries out.
 
-        Returns:
-            Whether the reload has begun or has failed; False if it is too early for it.
+        May be called from any thread, by one at a time.
         """
+        if self.reload is not None:
+            reload.fail("another reload is under way")
+        elif self.recovery.info is None:
+            reload.fail(NOT_READY)
+        else:
+            self._reload = reload
+
+    def begin_reload(self, reload: Reload) -> None:
+        """Replace the engine by the one that `reload` configures, unless it is too early for it."""
         if self.recovery.state is State.STOPPED:
             reload.fail(SHUTTING_DOWN)
-            return True
+            return
         if self._search.is_stuck and self.recovery.down_reason is not None:
             reload.fail(self.recovery.down_reason)
-            return True
+            return
         if self._search.is_under_way or not self.recovery.may(Event.ORDERED):
-            return False
+            return
         try:
             reload.install()
         except OSError as error:
             reload.fail(f"the new configuration cannot be written: {error.strerror}")
-            return True
+            return
         reload.begin(self._clock())
-        self._reload = reload
         self.recovery.order(self._num_live)
         self._start_over()
-        return True
 
     def abandon(self, error: CharoniaError) -> None:
         """Discard all requests and steps, and connect to the engine again.
@@ -305,13 +317,13 @@ class Replica:
             self._miss(error)
         else:
             self.recovery.doubt()
-        if self._reload is not None:
-            self._end_reload(str(error))
+        if (reload := self.reload) is not None:
+            reload.fail(str(error), self._clock())
 
     def close(self) -> None:
         """Release the engine."""
-        if self._reload is not None:
-            self._end_reload(self._reload.undo(SHUTTING_DOWN))
+        if (reload := self.reload) is not None:
+            reload.fail(reload.undo(SHUTTING_DOWN), self._clock())
         self._steps.give_up()
         self.recovery.stop()
         self._executor.close()
@@ -331,14 +343,14 @@ class Replica:
         else:
             # The tiers have taken over the list of kept blocks, and follow its changes.
             self.recovery.note_found(msgspec.structs.replace(info, kept=None), self._num_live)
-            if self._reload is not None:
-                self._settle_reload(self._reload)
+            if (reload := self._loading) is not None:
+                self._settle_reload(reload)
 
     def _miss(self, error: CharoniaError) -> None:
         if self.recovery.state is State.CHECKING and isinstance(error, EngineDiedError):
             self._lose(error)
             return
-        reload = self._reload
+        reload = self._loading
         if reload is not None and not reload.reason:
             # The next engine is to be loaded with the last configuration.
             reload.reason = reload.undo(str(error))
@@ -346,7 +358,7 @@ class Replica:
                 error = EngineDiedError(reload.reason)
         self.recovery.note_missing(error, self._num_live)
         if reload is not None and self.recovery.down_reason is not None:
-            self._end_reload(f"{reload.reason}; {self.recovery.down_reason}")
+            reload.fail(f"{reload.reason}; {self.recovery.down_reason}", self._clock())
         self._fail_all_if_down()
 
     def _give_up_search(self) -> None:
@@ -360,9 +372,9 @@ class Replica:
         if self.recovery.state is State.RELOADING:
             self._search.discard()
         self.recovery.give_up(error, self._num_live)
-        if self._reload is not None:
-            reason = self._reload.reason or self._reload.undo(str(error))
-            self._end_reload(f"{reason}; {self.recovery.down_reason}")
+        if (reload := self._loading) is not None:
+            reason = reload.reason or reload.undo(str(error))
+            reload.fail(f"{reason}; {self.recovery.down_reason}", self._clock())
         self._fail_all_if_down()
 
     def _lose(self, error: Exception) -> None:
@@ -403,12 +415,10 @@ class Replica:
         self.engine_args = args
         self._metrics.show_memory(info.memory)
 
-    # ------------------------------------------------------------------ parts of a reload
-
     def _settle_reload(self, reload: Reload) -> None:
         """End a reload when an engine serves: the new one, or the old one after a failure."""
         if reload.reason:
-            self._end_reload(reload.reason)
+            reload.fail(reload.reason, self._clock())
             return
         try:
             reload.settle()
@@ -416,14 +426,14 @@ class Replica:
             self._log(warning_event("engine_reload_unsettled", reason=error.strerror))
         reload.num_live = self._num_live
         reload.finish(self._clock())
-        self._reload = None
-
-    def _end_reload(self, reason: str) -> None:
-        assert self._reload is not None
-        self._reload.fail(reason, self._clock())
-        self._reload = None
 
     # ------------------------------------------------------------------ shared
+
+    @property
+    def _loading(self) -> Reload | None:
+        """The reload whose engine is being loaded, or the old one again."""
+        reload = self._reload
+        return reload if reload is not None and reload.phase == "loading" else None
 
     @property
     def _scheduler(self) -> Scheduler | None:
