@@ -5,7 +5,8 @@ import json
 import pytest
 
 from charonia.config import EngineArgs, SchedulerArgs
-from charonia.core.gate.gate import MAX_REMEMBERED, Gate
+from charonia.core.gate.gate import MAX_REMEMBERED, Gate, Leaver
+from charonia.core.gate.queue_order import Entry
 from charonia.core.gate.tenants import Tenants
 from charonia.core.generation_request import GenerationRequest
 from charonia.errors import (
@@ -27,20 +28,45 @@ class Clock:
 clock = Clock()
 
 
+class KeyedGate(Gate):
+    """A gate that keeps the entries of its requests and is asked for them by key."""
+
+    def __init__(self, tenants: Tenants, args: SchedulerArgs, *, clock) -> None:
+        super().__init__(tenants, args, clock=clock)
+        self.entries: dict[str, Entry] = {}
+
+    def enter(self, request, arrived_at=None, *, num_queued=0) -> Leaver | None:
+        entry, leaver = super().enter(request, arrived_at, num_queued=num_queued)
+        self.entries[request.key] = entry
+        return leaver
+
+    def note_started(self, key: str) -> None:
+        super().note_started(self.entries[key])
+
+    def note_joined(self, key: str) -> None:
+        super().note_joined(self.entries[key])
+
+    def is_leaving(self, key: str) -> bool:
+        return self.entries[key].is_leaving
+
+    def leave(self, key: str) -> None:
+        super().leave(self.entries[key])
+
+
 @pytest.fixture
 def make_gate(tmp_path):
-    def make(max_queue_tokens=None, **file) -> Gate:
+    def make(max_queue_tokens=None, **file) -> KeyedGate:
         path = tmp_path / "tenants.json"
         path.write_text(json.dumps(file))
         clock.now = 0.0
         args = SchedulerArgs(max_queue_tokens=max_queue_tokens)
-        return Gate(Tenants(path, log=print), args, clock=clock)
+        return KeyedGate(Tenants(path, log=print), args, clock=clock)
 
     return make
 
 
 def enter(
-    gate: Gate,
+    gate: KeyedGate,
     key: str,
     now: float | None = None,
     *,
@@ -234,21 +260,6 @@ def test_a_probe_is_always_let_in_and_counts_for_nothing(make_gate):
     gate.leave("a1")
 
 
-def test_the_oldest_are_those_that_came_first_and_are_still_there(make_gate):
-    gate = make_gate()
-    assert gate.oldest_s(5) == []
-    for number in range(8):
-        enter(gate, f"a{number}", now=float(number))
-    enter(gate, "b", now=8.0, arrived_at=-2.0)  # its prompt was tokenized for long
-    enter(gate, "probe", now=8.0, is_probe=True)
-    clock.now = 10.0
-    assert gate.oldest_s(3) == [10, 9, 8]
-    for number in range(6):
-        gate.note_started(f"a{number}")
-        gate.leave(f"a{number}")
-    assert gate.oldest_s(5) == [12, 4, 3]
-
-
 def test_idle_tenants_are_forgotten_when_there_are_too_many_and_busy_ones_never(make_gate):
     gate = make_gate(default={"max_concurrency": 1})
     enter(gate, "!")
@@ -319,10 +330,10 @@ class Looked(dict):
 # ---------------------------------------------------------------------- how long they would wait
 
 
-def make_predicting(**args) -> Gate:
+def make_predicting(**args) -> KeyedGate:
     """A gate that has let eight requests of 10 tokens wait for a second each, one at a time."""
     clock.now = 0.0
-    gate = Gate(Tenants(log=print), SchedulerArgs(**args), clock=clock)
+    gate = KeyedGate(Tenants(log=print), SchedulerArgs(**args), clock=clock)
     for number in range(8):
         enter(gate, f"a{number}", num_tokens=10)
         clock.now += 1.0
@@ -424,7 +435,7 @@ def test_who_waits_behind_others_for_long_holds_up_nobody():
 
 def test_where_requests_begin_seldom_the_wait_is_known_all_the_same():
     clock.now = 0.0
-    gate = Gate(Tenants(log=print), SchedulerArgs(), clock=clock)
+    gate = KeyedGate(Tenants(log=print), SchedulerArgs(), clock=clock)
     for number in range(50):
         enter(gate, f"a{number}")
     for number in range(20):
@@ -454,7 +465,7 @@ def test_with_fair_shares_a_tenant_waits_for_its_own_requests_alone():
 
 def test_before_anything_is_known_nobody_is_refused():
     clock.now = 0.0
-    gate = Gate(Tenants(log=print), SchedulerArgs(), clock=clock)
+    gate = KeyedGate(Tenants(log=print), SchedulerArgs(), clock=clock)
     for number in range(20):
         enter(gate, f"a{number}", now=0.01 * number, num_tokens=1000, deadline_ms=1)
     for number in range(8):

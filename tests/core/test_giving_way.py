@@ -6,7 +6,6 @@ from functools import partial
 import pytest
 
 from charonia.config import EngineArgs, SchedulerArgs
-from charonia.core.gate.gate import Gate
 from charonia.core.gate.tenants import Tenants
 from charonia.core.generation_request import GenerationRequest
 from charonia.core.recording.recorder import REQUESTS
@@ -16,6 +15,7 @@ from charonia.protocol import SamplingParams
 from charonia.traces import read_requests
 from core.answer_bench import AnswerBench
 from core.bench import byte_tokenizer
+from core.test_gate import KeyedGate
 from core.test_service import Client, Gated, wait_until_up
 from support.echo import EchoExecutor
 from support.waiting import WAIT_S
@@ -29,7 +29,8 @@ class Door:
     def __init__(self, policy: str = "fcfs", tenants: Tenants | None = None, **args) -> None:
         self.now = 0.0
         scheduler_args = SchedulerArgs(**{"max_queue_size": SIZE, "priority_aging_s": 0.0} | args)
-        self.gate = Gate(tenants or Tenants(log=print), scheduler_args, clock=lambda: self.now)
+        tenants = tenants or Tenants(log=print)
+        self.gate = KeyedGate(tenants, scheduler_args, clock=lambda: self.now)
         self.gate.follow(EngineArgs(model="echo", scheduling_policy=policy))
         self.keys: list[str] = []
 
@@ -42,25 +43,31 @@ class Door:
         self.keys.append(key)
         if leaver is None:
             return None
-        assert self.gate.is_leaving(leaver.key)
-        assert leaver.error.is_retryable
-        assert "gives way" in str(leaver.error)
-        self.leave(leaver.key)
-        assert not self.gate.is_leaving(leaver.key)
-        return leaver.key
+        entry, error = leaver
+        assert entry.is_leaving
+        assert error.is_retryable
+        assert "gives way" in str(error)
+        self.leave(entry.key)
+        assert not entry.is_leaving
+        return entry.key
 
     def leave(self, key: str) -> None:
         self.keys.remove(key)
         self.gate.leave(key)
 
     def is_refused(self, key: str, **params) -> bool:
-        before = dict(self.gate._live)
+        before = self.waiting()
         try:
             self.enter(key, **params)
         except QueueFullError:
-            assert self.gate._live == before
+            assert (self.waiting(), self.gate.num_live) == (before, len(self.keys))
             return True
         return False
+
+    def waiting(self) -> dict[str, list[str]]:
+        """Keys of those that wait, in order, by tenant."""
+        lines = self.gate._order._lines
+        return {tenant: [entry.key for entry in line] for tenant, line in lines.items()}
 
 
 def test_by_arrival_nobody_gives_way_to_the_same_tenant():
@@ -216,8 +223,8 @@ def test_who_gives_way_is_told_how_long_it_would_wait():
     request = GenerationRequest(
         key="c", prompt_ids=[0] * 10, params=SamplingParams(tenant="c", priority=-1)
     )
-    key, error = door.gate.enter(request, num_queued=10)
-    assert key == "b9"
+    entry, error = door.gate.enter(request, num_queued=10)
+    assert entry.key == "b9"
     assert str(error).startswith("Exceeds maximum queue size: the request gives way to one that")
     seconds = float(str(error).partition("try again later; retry after ")[2].removesuffix(" s"))
     assert seconds == pytest.approx(10.0, abs=0.1)  # nine others, and the one that came
@@ -231,7 +238,7 @@ def test_one_that_is_to_leave_counts_no_more_and_is_not_chosen_twice():
     gate, leavers = door.gate, []
     for number in range(2):
         request = GenerationRequest(key=f"b{number}", prompt_ids=[0], params=params)
-        leavers.append(gate.enter(request, num_queued=2 + number).key)
+        leavers.append(gate.enter(request, num_queued=2 + number).entry.key)
     assert leavers == ["a2", "a1"]
     request = GenerationRequest(key="b2", prompt_ids=[0], params=params)
     with pytest.raises(QueueFullError):
@@ -324,10 +331,10 @@ def test_one_whose_first_step_begins_meanwhile_goes_on(monkeypatch):
     fill(service, executor, client, priority=5)
     give_way = service._give_way
 
-    def start_and_give_way(key, error):
+    def start_and_give_way(entry, error):
         """As if its step had been planned just before the service's thread looked."""
-        service._gate.note_started(key)
-        give_way(key, error)
+        service._gate.note_started(entry)
+        give_way(entry, error)
 
     monkeypatch.setattr(service, "_give_way", start_and_give_way)
     client.submit("urgent")

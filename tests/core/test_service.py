@@ -341,6 +341,31 @@ def test_a_service_that_is_drained_finishes_what_it_has_and_takes_nothing_but_pr
     service.close()
 
 
+def test_the_oldest_are_those_that_came_first_and_are_still_there():
+    executor = Gated(max_num_seqs=16, num_blocks=NUM_BLOCKS)
+    service = make_service(executor)
+    wait_until_up(service)
+    client, now = Client(service), time.monotonic()
+    assert service.oldest_s(5) == []
+    for number in range(8):
+        client.submit(f"a{number}", arrived_at=now - 1000 * (10 - number), max_tokens=FOR_EVER)
+    client.submit("b", arrived_at=now - 12_000, max_tokens=FOR_EVER)  # it was tokenized for long
+    probe = GenerationRequest(key="probe", prompt_ids=[1], is_probe=True)
+    service.submit(probe, lambda chunk: None, now - 20_000)
+
+    def ages(count: int) -> list[int]:
+        return [round(age_s / 1000) for age_s in service.oldest_s(count)]
+
+    assert ages(3) == [10, 9, 8]
+    executor.may_step.set()
+    for number in range(6):
+        service.cancel(f"a{number}")
+        client.wait(f"a{number}")
+    assert ages(5) == [12, 4, 3]
+    service.close()
+    assert ages(5) == []
+
+
 def test_the_queue_takes_no_more_while_those_that_were_accepted_are_on_their_way(monkeypatch):
     service = make_service(EchoExecutor(max_num_seqs=2), max_queue_size=3)
     wait_until_up(service)

@@ -19,6 +19,7 @@ from charonia.core.answers import AnswerCache, PromptIndex, SimilarPrompts
 from charonia.core.engine_core import EngineCore
 from charonia.core.gate.degradation import Degradation
 from charonia.core.gate.gate import Gate
+from charonia.core.gate.queue_order import Entry
 from charonia.core.gate.tenants import Tenants
 from charonia.core.generation_request import GenerationRequest
 from charonia.core.output.outputs import Chunk, OutputStream
@@ -72,14 +73,16 @@ class ServiceState:
 
 
 @dataclass(frozen=True, slots=True)
-class _Accepted:
+class AcceptedRequest:
     """An accepted request that has not ended.
 
     Attributes:
-        sink: takes its chunks. followed: writes log lines about it; None for a probe.
+        entry: of the gate. sink: takes its chunks.
+        followed: writes log lines about it; None for a probe.
         recorded: writes its line of the record; None without a record.
     """
 
+    entry: Entry
     sink: Sink
     followed: FollowedRequest | None
     recorded: RecordedRequest | None
@@ -162,7 +165,7 @@ class EngineService(RequestEvents):
         self._degradation = Degradation(scheduler_args, self._tenants, self._core.metrics, log=log)
         self._looked_at = 0.0
         self._log = log
-        self._live: dict[str, _Accepted] = {}
+        self._live: dict[str, AcceptedRequest] = {}  # by key, in the order of admission
         self._inbox: list[Callable[[], None]] = []
         self._is_closing = False
         self._drained_at = inf
@@ -196,8 +199,15 @@ class EngineService(RequestEvents):
         )
 
     def oldest_s(self, count: int) -> list[float]:
-        """Ages of the oldest live requests, see `Gate`. May be called from any thread."""
-        return self._gate.oldest_s(count)
+        """Ages of this many live requests, the oldest first, in seconds; fewer if there are fewer.
+
+        They are those that were admitted first, without probes. An age counts from the arrival,
+        which is earlier. May be called from any thread.
+        """
+        entries = [accepted.entry for accepted in list(self._live.values())]
+        arrivals = [entry.arrived_at for entry in entries if entry.is_counted][:count]
+        now = time.monotonic()
+        return [max(0.0, now - arrived_at) for arrived_at in sorted(arrivals)]
 
     def start(self, *, wait_s: float = 0.0) -> None:
         """Start the thread. It connects to the engine as soon as there is one.
@@ -230,9 +240,12 @@ class EngineService(RequestEvents):
         try:
             self._core.check(request)
             digest = self._answers.digest_of(request)
-            accepted = _Accepted(sink, self._request_log.follow(request, arrived_at), recorded)
+            followed = self._request_log.follow(request, arrived_at)
             with self._wake:
-                self._accept(request, accepted, arrived_at, digest)
+                entry = self._admit(request, arrived_at)
+                capped = self._degradation.capped(request)
+                self._live[request.key] = AcceptedRequest(entry, sink, followed, recorded)
+                self._post(partial(self._answers.add, capped, arrived_at, digest))
                 if recorded is not None:
                     self._inbox.append(recorded.note_taken_in)
         except CharoniaError as error:
@@ -339,14 +352,8 @@ class EngineService(RequestEvents):
         if self._journal is not None:
             self._journal.close()
 
-    def _accept(
-        self,
-        request: GenerationRequest,
-        accepted: _Accepted,
-        arrived_at: float,
-        digest: bytes | None,
-    ) -> None:
-        """Put a request into the inbox; the caller holds the lock."""
+    def _admit(self, request: GenerationRequest, arrived_at: float) -> Entry:
+        """Admit a request or refuse it; another one may give way. The caller holds the lock."""
         # Requests that arrived before the drain began are still accepted.
         is_too_late = arrived_at >= self._drained_at and not request.is_probe
         if self._is_closing or is_too_late:
@@ -357,18 +364,15 @@ class EngineService(RequestEvents):
             self._degradation.check(request.params)
         self._gate.follow(self._core.engine_args)
         num_queued = len(self._live) - self._core.limits.max_num_seqs
-        leaver = self._gate.enter(request, arrived_at, num_queued=num_queued)
-        request = self._degradation.capped(request)
-        self._live[request.key] = accepted
+        entry, leaver = self._gate.enter(request, arrived_at, num_queued=num_queued)
         if leaver is not None:
             self._inbox.append(partial(self._give_way, *leaver))
-        self._inbox.append(partial(self._answers.add, request, arrived_at, digest))
-        self._wake.notify()
+        return entry
 
-    def _give_way(self, key: str, error: CharoniaError) -> None:
+    def _give_way(self, entry: Entry, error: CharoniaError) -> None:
         """End a request that gives way to another one, unless it has started meanwhile."""
-        if self._gate.is_leaving(key):
-            self._answers.end(key, error)
+        if entry.is_leaving:
+            self._answers.end(entry.key, error)
 
     def _post(self, call: Callable[[], None]) -> None:
         with self._wake:
@@ -381,20 +385,20 @@ class EngineService(RequestEvents):
         """See `RequestEvents`."""
         accepted = self._live[chunk.key]
         if chunk.is_final:
-            self._gate.leave(chunk.key)
+            self._gate.leave(accepted.entry)
             del self._live[chunk.key]
         accepted.take(chunk)
 
     def on_started(self, key: str) -> None:
         """See `RequestEvents`."""
-        self._gate.note_started(key)
         accepted = self._live.get(key)
-        if accepted is not None and accepted.followed is not None:
+        if accepted is not None and accepted.followed is not None:  # probes count for nothing
+            self._gate.note_started(accepted.entry)
             accepted.followed.note_started()
 
     def on_joined(self, key: str) -> None:
         """See `RequestEvents`."""
-        self._gate.note_joined(key)
+        self._gate.note_joined(self._live[key].entry)
 
     # ------------------------------------------------------------------ the thread
 
@@ -459,7 +463,7 @@ class EngineService(RequestEvents):
             left, self._live = self._live, {}
             self._inbox = []
         for key, accepted in left.items():
-            self._gate.leave(key)
+            self._gate.leave(accepted.entry)
             accepted.take(Chunk(key, error=error))
 
     def _take_inbox(self) -> None:

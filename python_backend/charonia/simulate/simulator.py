@@ -20,6 +20,7 @@ from charonia.control import Request, Update
 from charonia.core.engine_core import RESULT_WAIT_S, EngineCore
 from charonia.core.gate.degradation import Degradation
 from charonia.core.gate.gate import Gate
+from charonia.core.gate.queue_order import Entry
 from charonia.core.gate.tenants import Tenants
 from charonia.core.generation_request import GenerationRequest
 from charonia.core.output.outputs import Chunk, SampleStream
@@ -122,6 +123,19 @@ class Served:
         return self.outcome in FINISHED
 
 
+@dataclass(slots=True)
+class Live:
+    """A request that has been admitted and has not ended.
+
+    Attributes:
+        entry: of the gate. request: the control plane's; None until it is placed.
+    """
+
+    served: Served
+    entry: Entry
+    request: Request | None = None
+
+
 class Sample(NamedTuple):
     """Utilization at one moment; blocks as a share of the pool."""
 
@@ -200,8 +214,7 @@ class Simulation(RequestEvents):
         self._gate.follow(setting.engine_args)
         self._looked_at = 0.0
         self._served: list[Served] = []
-        self._live: dict[str, Served] = {}
-        self._requests: dict[str, Request] = {}  # that have not started
+        self._live: dict[str, Live] = {}
         self._engine = SimulatedExecutor(
             info, StepClock(setting.step_times, setting.seed), self._clock, self._output_length
         )
@@ -306,24 +319,27 @@ class Simulation(RequestEvents):
         limits.check_prompt(len(wanted.prompt_ids))
         self._degradation.check(wanted.params)
         num_queued = len(self._live) - limits.max_num_seqs
-        leaver = self._gate.enter(wanted, at, num_queued=num_queued)
+        entry, leaver = self._gate.enter(wanted, at, num_queued=num_queued)
         if leaver is not None:
-            self._core.end(*leaver)
-        served = self._live[key] = self._served[int(key)]
+            self._core.end(leaver.entry.key, leaver.error)
+        served = self._served[int(key)]
+        self._live[key] = Live(served, entry)
         self._note_with_next_step(self._service.note_arrival, served.request.tenant)
         self._core.add(self._degradation.capped(wanted), at)
 
     # ------------------------------------------------------------------ and go
 
     def _stream_of(self, request: Request, _: SamplingParams) -> "_Counted":
-        self._requests[request.key] = request
+        self._live[request.key].request = request
         return _Counted(request, self._note_tokens)
 
     def on_started(self, key: str) -> None:
         """See `RequestEvents`."""
-        self._gate.note_started(key)
-        served, request = self._live[key], self._requests.pop(key)
-        served.started_at = self._clock.now
+        live = self._live[key]
+        request = live.request
+        assert request is not None, "it starts before it is placed"
+        self._gate.note_started(live.entry)
+        live.served.started_at = self._clock.now
         num_computed = request.num_prompt - request.num_cached
         self._note_with_next_step(self._service.note_start, request.tenant)
         self._note_with_next_step(self._service.note_input, request.tenant, num_computed)
@@ -334,7 +350,7 @@ class Simulation(RequestEvents):
 
     def _note_tokens(self, request: Request, num_new: int) -> None:
         """Note the tokens that a step committed."""
-        now, served = self._clock.now, self._live[request.key]
+        now, served = self._clock.now, self._live[request.key].served
         if served.first_token_at is None:
             served.first_token_at = now
         else:
@@ -349,11 +365,11 @@ class Simulation(RequestEvents):
 
     def on_chunk(self, chunk: Chunk) -> None:
         """See `RequestEvents`; a request's only chunk is its end."""
-        served = self._live.pop(chunk.key)
-        self._requests.pop(chunk.key, None)
+        live = self._live.pop(chunk.key)
+        served = live.served
         if served.started_at is None:
             self._note_with_next_step(self._service.note_start, served.request.tenant)
-        self._gate.leave(chunk.key)
+        self._gate.leave(live.entry)
         error = chunk.error
         self._note_end(served, f"{chunk.finish_reason}" if error is None else error.kind)
 

@@ -1,7 +1,8 @@
 """Admission control: queue limits, rates, concurrency, and deadlines that cannot be met.
 
 Owns the counts, in all and per tenant, the refusals, and the choice of a waiting request that gives
-way. Of a request's course it knows only its start and its end. For all threads.
+way. Of a request's course it knows only its start and its end. Its caller keeps the entry of each.
+For all threads.
 
 Rates are token buckets: each request takes one token, and tokens come back at the tenant's rate, up
 to the size of its bucket.
@@ -10,7 +11,6 @@ to the size of its bucket.
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import islice
 from math import inf
 from typing import NamedTuple
 
@@ -60,7 +60,7 @@ class _Account:
 class Leaver(NamedTuple):
     """A request that leaves the queue for a new one, and the error that it gets."""
 
-    key: str
+    entry: Entry
     error: QueueFullError
 
 
@@ -88,7 +88,6 @@ class Gate:
         self._accounts: dict[str, _Account] = {}
         self._busy: dict[str, _Account] = {}  # accounts with live requests
         self._idle: LazyHeap[str] = LazyHeap()  # the others, least recently used first
-        self._live: dict[str, Entry] = {}
         self._num_leaving = 0  # live requests that are to give way
         self._lock = threading.Lock()
 
@@ -104,21 +103,11 @@ class Gate:
                 found[label] = num_waiting, num_others
         return found
 
-    def oldest_s(self, count: int) -> list[float]:
-        """Ages of this many live requests, the oldest first, in seconds; fewer if there are fewer.
-
-        They are those that were admitted first: requests are kept in that order, so the others are
-        not looked at. An age counts from the arrival, which is earlier.
-        """
-        with self._lock:
-            arrivals = [one.arrived_at for one in islice(self._live.values(), count)]
-        now = self._clock()
-        return [max(0.0, now - arrived_at) for arrived_at in sorted(arrivals)]
-
     @property
     def num_live(self) -> int:
         """Number of live requests, without probes."""
-        return len(self._live)
+        with self._lock:
+            return sum(account.num_live for account in self._busy.values())
 
     def follow(self, engine_args: EngineArgs) -> None:
         """Take over the scheduling policy of the engine that serves now."""
@@ -152,7 +141,7 @@ class Gate:
         arrived_at: float | None = None,
         *,
         num_queued: int = 0,
-    ) -> Leaver | None:
+    ) -> tuple[Entry, Leaver | None]:
         """Admit a request; `leave` must follow. For a probe only the queue's size counts.
 
         Args:
@@ -160,7 +149,8 @@ class Gate:
             num_queued: length of the queue: live requests beyond the rows of the engine.
 
         Returns:
-            The request that is to give way, if the queue is full; see `is_leaving`.
+            Its entry, and the request that is to give way, if the queue is full. That one goes on
+            if it starts before it has ended, see `Entry.is_leaving`.
 
         Raises:
             InvalidRequestError: its tenant is not served.
@@ -169,15 +159,17 @@ class Gate:
             RateLimitedError: its tenant has too many live requests, or sends them too fast.
             LateRequestError: it would wait until after its deadline.
         """
+        params, num_tokens, now = request.params, len(request.prompt_ids), self._clock()
+        tenant, arrived_at = params.tenant, now if arrived_at is None else arrived_at
+        entry = _entry_of(request, arrived_at, now)
         if request.is_probe:
             if self._is_full(num_queued):
                 raise QueueFullError.of(str(self._args.max_queue_size))
-            return None
-        params, num_tokens, now = request.params, len(request.prompt_ids), self._clock()
-        tenant, arrived_at = params.tenant, now if arrived_at is None else arrived_at
+            return entry, None
         args = self._limits_of(tenant)
         with self._lock:
-            entry = self._entry_of(request, arrived_at, now)
+            self._num_entered += 1
+            entry.number = self._num_entered
             maximum, last = self._check_room(entry, num_queued)
             account = self._accounts.get(tenant) or _Account()
             _check(tenant, account, args)
@@ -192,67 +184,46 @@ class Gate:
             account.filling = None if filling is None else filling - 1.0
             account.filled_at = now
             self._take_in(entry, account)
-            return None if last is None else self._give_way(last, maximum)
+            return entry, None if last is None else self._give_way(last, maximum)
 
     def wait_s(self) -> float | None:
         """Expected wait of a new request behind all others, in seconds; None while unknown."""
         with self._lock:
             return self._wait.seconds(None, self._clock())
 
-    def note_started(self, key: str) -> None:
+    def note_started(self, entry: Entry) -> None:
         """Note that a request has started."""
         with self._lock:
-            if (entry := self._live.get(key)) is not None:
-                self._go_on(entry)
-                self._wait_no_longer(entry, has_started=True)
+            self._go_on(entry)
+            self._wait_no_longer(entry, has_started=True)
 
-    def note_joined(self, key: str) -> None:
+    def note_joined(self, entry: Entry) -> None:
         """Note that a request gets another one's output, and waits for no step of its own."""
         with self._lock:
-            if (entry := self._live.get(key)) is not None:
-                self._wait_no_longer(entry, has_started=False)
+            self._wait_no_longer(entry, has_started=False)
 
-    def is_leaving(self, key: str) -> bool:
-        """Whether a request is still to give way: it is live and has not started meanwhile."""
-        entry = self._live.get(key)
-        return entry is not None and entry.is_leaving
-
-    def leave(self, key: str) -> None:
-        """Note the end of a request; one that is not live is ignored."""
+    def leave(self, entry: Entry) -> None:
+        """Note the end of a request; one that has ended, or is a probe, is ignored."""
         with self._lock:
-            entry = self._live.pop(key, None)
-            if entry is not None:
-                self._go_on(entry)
-                self._wait_no_longer(entry, has_started=False)
-                account = self._busy[entry.tenant]
-                lived_s = self._clock() - entry.entered_at
-                mean_s = lived_s if account.life_s is None else account.life_s
-                account.life_s = mean_s + _LIFE_SHARE * (lived_s - mean_s)
-                account.num_live -= 1
-                if not account.num_live:
-                    del self._busy[entry.tenant]
-                    self._idle.add(entry.tenant, account.came_last)
+            if not entry.is_counted:
+                return
+            entry.is_counted = False
+            self._go_on(entry)
+            self._wait_no_longer(entry, has_started=False)
+            account = self._busy[entry.tenant]
+            lived_s = self._clock() - entry.entered_at
+            mean_s = lived_s if account.life_s is None else account.life_s
+            account.life_s = mean_s + _LIFE_SHARE * (lived_s - mean_s)
+            account.num_live -= 1
+            if not account.num_live:
+                del self._busy[entry.tenant]
+                self._idle.add(entry.tenant, account.came_last)
 
     def _limits_of(self, tenant: str) -> TenantArgs:
         """Raises InvalidRequestError: the tenant is not served."""
         if not self._tenants.accepts(tenant):
             raise InvalidRequestError(f"tenant {shown(tenant)} is not known here")
         return self._tenants.of(tenant)
-
-    def _entry_of(self, request: GenerationRequest, arrived_at: float, now: float) -> Entry:
-        params = request.params
-        time_s = inf if params.deadline_ms is None else params.deadline_ms / 1000
-        self._num_entered += 1
-        return Entry(
-            key=request.key,
-            tenant=params.tenant,
-            num_tokens=len(request.prompt_ids),
-            entered_at=now,
-            number=self._num_entered,
-            priority=params.priority,
-            arrived_at=arrived_at,
-            expires_at=arrived_at + time_s,
-        )
 
     def _is_full(self, num_queued: int) -> bool:
         return num_queued - self._num_leaving >= self._args.max_queue_size
@@ -283,7 +254,7 @@ class Gate:
         account.came_last = entry.number
         account.num_live += 1
         self._busy[entry.tenant] = account
-        self._live[entry.key] = entry
+        entry.is_counted = entry.is_waiting = True
         self._order.add(entry)
         self._count_waiting(account, 1, entry.num_tokens)
         for wait in (self._wait, account.wait):
@@ -296,7 +267,7 @@ class Gate:
         last.is_leaving = True
         self._num_leaving += 1
         wait_s = self._wait_of(self._busy[last.tenant]).seconds(last.priority, self._clock())
-        return Leaver(last.key, QueueFullError.of_leaver(maximum, wait_s))
+        return Leaver(last, QueueFullError.of_leaver(maximum, wait_s))
 
     def _wait_of(self, account: _Account) -> QueueWait:
         return account.wait if self._args.fair_share else self._wait
@@ -346,6 +317,20 @@ class Gate:
             assert place is not None
             self._idle.pop()
             del self._accounts[place[1]]
+
+
+def _entry_of(request: GenerationRequest, arrived_at: float, now: float) -> Entry:
+    params = request.params
+    time_s = inf if params.deadline_ms is None else params.deadline_ms / 1000
+    return Entry(
+        key=request.key,
+        tenant=params.tenant,
+        num_tokens=len(request.prompt_ids),
+        entered_at=now,
+        priority=params.priority,
+        arrived_at=arrived_at,
+        expires_at=arrived_at + time_s,
+    )
 
 
 def _check(tenant: str, account: _Account, args: TenantArgs, num_coming: int = 0) -> None:

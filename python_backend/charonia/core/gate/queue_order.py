@@ -19,6 +19,7 @@ class Entry:
         num_tokens: of its prompt. entered_at: when it was admitted. arrived_at: its arrival.
         number: how many entered before it.
         priority, expires_at: as in `control.Request`.
+        is_counted: whether it counts for the limits, as all do but probes, until their ends.
         is_waiting: whether it waits for its first step. is_leaving: whether it is to give way. Both
             are False once its first step has begun.
     """
@@ -27,11 +28,12 @@ class Entry:
     tenant: str
     num_tokens: int
     entered_at: float
-    number: int
     priority: int
     arrived_at: float
     expires_at: float
-    is_waiting: bool = True
+    number: int = 0
+    is_counted: bool = False
+    is_waiting: bool = False
     is_leaving: bool = False
 
     @property
