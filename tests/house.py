@@ -9,7 +9,10 @@ Owns how these are counted, so that two states can be compared. Standard library
     watchers     files about whether other processes work, and what is done if not: probes, watches,
                  circuit breakers, restarts, repairs. They are known by their folder or name
     callbacks    parameters of constructors, and fields of dataclasses, that are annotated as
-                 callables; `log` and `clock` are counted apart
+                 callables and return nothing: calls by which something comes up again. `log` is
+                 counted apart
+    functions    the same, but they return something: what is asked, such as a tenant's weight.
+                 `clock` is counted apart
     registries   dictionaries and sets by a request's key that an object keeps, in the processes of
                  the scheduler and the other models. They are known by their subscripts, which are
                  called key. Those by a tenant or a metric are not counted
@@ -37,10 +40,11 @@ WATCHERS = re.compile(
     r"|recovery|repairs|server_watch|stranded|supervisor|watch)\.py$"
     r"|^gateway/(breaker|progress)\.py$"
 )
+TELLS = re.compile(r"Callable\[.*, (None|Coroutine\[Any, Any, None\])\]")
 REGISTRY_PARTS = ("control/", "core/", "engine/", "serving/")
 REGISTRY = re.compile(r"(dict|OrderedDict|defaultdict|set)\[str\b")
 KEY = re.compile(r"(^|[._])key$")
-PLAIN_CALLBACKS = ("log", "clock")
+PLAIN = ("log", "clock")
 
 
 @dataclass
@@ -50,7 +54,8 @@ class House:
     lines: dict[str, int]
     shapes: list[str]
     callbacks: list[str] = field(default_factory=list)
-    plain_callbacks: list[str] = field(default_factory=list)
+    functions: list[str] = field(default_factory=list)
+    log_and_clock: list[str] = field(default_factory=list)
     registries: list[str] = field(default_factory=list)
     threads: list[str] = field(default_factory=list)
 
@@ -84,7 +89,8 @@ class House:
             "their lines": sum(self.lines[path] for path in self.watchers),
             "threads that are started": len(self.threads),
             "callbacks": len(self.callbacks),
-            "log and clock": len(self.plain_callbacks),
+            "functions": len(self.functions),
+            "log and clock": len(self.log_and_clock),
             "registries": len(self.registries),
             "shapes of a request": len(self.shapes),
         }
@@ -98,8 +104,9 @@ def read(sources: dict[str, str], request_md: str) -> House:
         tree = ast.parse(source)
         keyed = keyed_attributes(tree) if path.startswith(REGISTRY_PARTS) else set()
         for owner in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
-            for name in callbacks_of(owner):
-                found = house.plain_callbacks if name in PLAIN_CALLBACKS else house.callbacks
+            for name, annotation in callables_of(owner):
+                found = house.callbacks if TELLS.search(annotation) else house.functions
+                found = house.log_and_clock if name in PLAIN else found
                 found.append(f"{path}:{owner.name}.{name}")
             house.registries += (
                 f"{path}:{owner.name}.{name}" for name in dictionaries_of(owner) if name in keyed
@@ -108,20 +115,20 @@ def read(sources: dict[str, str], request_md: str) -> House:
     return house
 
 
-def callbacks_of(owner: ast.ClassDef) -> Iterator[str]:
-    """Names of callables that a class is given when it is made."""
+def callables_of(owner: ast.ClassDef) -> Iterator[tuple[str, str]]:
+    """Names and annotations of the callables that a class is given when it is made."""
     is_dataclass = any("dataclass" in ast.unparse(one) for one in owner.decorator_list)
+    found: list[tuple[str, ast.expr | None]] = []
     for node in owner.body:
         if isinstance(node, ast.FunctionDef) and node.name == "__init__":
-            for argument in (*node.args.args, *node.args.kwonlyargs):
-                if argument.annotation and "Callable" in ast.unparse(argument.annotation):
-                    yield argument.arg
-        elif (
-            is_dataclass
-            and isinstance(node, ast.AnnAssign)
-            and "Callable" in ast.unparse(node.annotation)
-        ):
-            yield ast.unparse(node.target)
+            arguments = (*node.args.args, *node.args.kwonlyargs)
+            found += [(argument.arg, argument.annotation) for argument in arguments]
+        elif is_dataclass and isinstance(node, ast.AnnAssign):
+            found.append((ast.unparse(node.target), node.annotation))
+    for name, annotation in found:
+        text = "" if annotation is None else ast.unparse(annotation)
+        if "Callable" in text:
+            yield name, text
 
 
 def dictionaries_of(owner: ast.ClassDef) -> Iterator[str]:
@@ -209,7 +216,7 @@ def main() -> None:
     if not options.list:
         return
     for commit, house in houses.items():
-        for name in ("long_files", "watchers", "callbacks", "registries", "shapes"):
+        for name in ("long_files", "watchers", "callbacks", "functions", "registries", "shapes"):
             print(f"\n{commit}, {name.replace('_', ' ')}:", *getattr(house, name), sep="\n  ")
 
 

@@ -31,6 +31,7 @@ class Client:
 @dataclass(frozen=True)
 class Event:
     note: Callable[[], None] | None
+    weight_of: Callable[[str], float]
     name: str
 """
 REQUEST = """
@@ -50,7 +51,8 @@ def test_a_source_is_counted() -> None:
     sources = {"core/a.py": SOURCE, "supervision/probe.py": "\n" * 500} | dict.fromkeys(empty, "")
     found = house.read(sources, REQUEST)
     assert found.callbacks == ["core/a.py:Owner.end", "core/a.py:Event.note"]
-    assert found.plain_callbacks == ["core/a.py:Owner.log"]
+    assert found.functions == ["core/a.py:Event.weight_of"]
+    assert found.log_and_clock == ["core/a.py:Owner.log"]
     assert found.registries == [
         "core/a.py:Owner._live",
         "core/a.py:Owner._named",
