@@ -3,11 +3,14 @@
 Owns names, ranges and defaults, which are vLLM's. Knows nothing about tokens or tensors.
 
 To add a parameter, add a field with its range here. If a step needs it, extend
-`messages.RowSampling`, `core/generation_request.py`, `data/plan_check.py` and `data/sampling/`
-(torch and C++, whose sources are in `data/ops/native/`). A new type needs a line in
-`serving/conventions/parameters.py`. Then extend `gateway/sampling.py` (or `requests.py` of one
-API), `charonia_client/values.py` and model_repository/README.md. If the parameter changes no token,
-list it in `core/answers/answer_key.py`.
+`messages.RowSampling`, `core/generation_request.py`, `data/plan_check.py`, `data/largest_step.py`
+and `data/sampling/` (torch and C++, whose sources are in `data/ops/native/`). A new type needs a
+`Kind` in `_FIELDS` and a line in `serving/conventions/parameters.py`. Then extend
+`gateway/sampling.py` (or `requests.py` of one API), `charonia_client/values.py` and
+model_repository/README.md. If the parameter changes no token, list it in
+`core/answers/answer_key.py`. If a checkpoint's generation_config.json may set it, list it in
+`sampling_defaults.py`. The most used have a field on the gateway's page, see
+`gateway/page/settings.js`.
 """
 
 import math
