@@ -9,8 +9,8 @@ Owns how these are counted, so that two states can be compared. Standard library
     watchers     files about whether other processes work, and what is done if not: probes, watches,
                  circuit breakers, restarts, repairs. They are known by their folder or name
     callbacks    parameters of constructors, and fields of dataclasses, that are annotated as
-                 callables and return nothing: calls by which something comes up again. `log` is
-                 counted apart
+                 callables and return nothing, or nothing that is used: calls by which something
+                 is told. `log` is counted apart
     functions    the same, but they return something: what is asked, such as a tenant's weight.
                  `clock` is counted apart
     registries   dictionaries and sets by a request's key that an object keeps, in the processes of
@@ -40,7 +40,7 @@ WATCHERS = re.compile(
     r"|recovery|repairs|server_watch|stranded|supervisor|watch)\.py$"
     r"|^gateway/(breaker|progress)\.py$"
 )
-TELLS = re.compile(r"Callable\[.*, (None|Coroutine\[Any, Any, None\])\]")
+TELLS = re.compile(r"Callable\[.*, (None|object|Coroutine\[Any, Any, None\])\]")
 REGISTRY_PARTS = ("control/", "core/", "engine/", "serving/")
 REGISTRY = re.compile(r"(dict|OrderedDict|defaultdict|set)\[str\b")
 KEY = re.compile(r"(^|[._])key$")

@@ -8,7 +8,7 @@ from msgspec import structs
 from charonia.config import EngineArgs
 from charonia.core.generation_request import GenerationRequest
 from charonia.core.output.outputs import merge_samples
-from charonia.core.replica.recovery import UNLOADED_WAIT_S
+from charonia.core.replica.recovery import NOT_READY, UNLOADED_WAIT_S
 from charonia.core.replica.reload import Reload
 from charonia.errors import CharoniaError, ConfigError, UnavailableError
 from charonia.metrics.metric_table import FAILURES
@@ -526,7 +526,17 @@ def test_a_reload_that_waits_can_end_before_it_began(end):
         bench.core.close()
         assert "shutting down" in str(bench.error("b"))
     assert order.phase == "failed"
+    assert bench.num_restored == 0  # it was never installed
     assert bench.executor.num_restarts == 0
+
+
+def test_an_order_before_the_first_engine_fails_at_once():
+    bench = Reloading()
+    bench.restart_scheduler()
+    order = bench.order(seed=1)
+    assert (order.phase, order.reason) == ("failed", NOT_READY)
+    assert bench.connects()
+    assert bench.reload(seed=1).phase == "done"
 
 
 def test_a_smaller_vocabulary_ends_what_no_longer_fits():

@@ -54,7 +54,8 @@ class LiveEntries(Generic[EntryT]):
         computation is counted.
         """
         request = entry.request
-        self._live.pop(request.key, None)
+        if self._live.get(request.key) is entry:
+            del self._live[request.key]
         self._deadlines.remove(request.key)
         if not (request.is_probe or request.is_shared):
             self._attainment.note_end(entry, reason, now)

@@ -178,8 +178,9 @@ class RequestRegistry(LiveEntries[LiveRequest]):
 
     def _end(self, entry: LiveRequest, reason: str, now: float) -> None:
         """See `LiveEntries`; also counts the tokens that were computed."""
-        self.held.pop(entry, None)
         request = entry.request
+        assert self._live.get(request.key) is entry, "it has ended"
+        self.held.pop(entry, None)
         if entry.streams is not None and not request.is_probe:
             num_prompt = len(request.prompt_ids)
             self._attainment.note_computed(request.params.tenant, num_prompt, entry.num_tokens)

@@ -392,8 +392,10 @@ class EngineService(RequestEvents):
     def on_started(self, key: str) -> None:
         """See `RequestEvents`."""
         accepted = self._live.get(key)
-        if accepted is not None and accepted.followed is not None:  # probes count for nothing
-            self._gate.note_started(accepted.entry)
+        if accepted is None:
+            return
+        self._gate.note_started(accepted.entry)
+        if accepted.followed is not None:
             accepted.followed.note_started()
 
     def on_joined(self, key: str) -> None:
