@@ -112,9 +112,14 @@ def test_sixteen_streams_go_on_where_the_engine_dies(frail: TritonServer, model:
         (pid,) = frail.pids("engine")
         texts, statuses = asyncio.run(disturbed(gateway))
         assert texts == wanted
-        assert statuses == {200, 503}, "it said that it is not ready, and that it is"
+        assert 503 in statuses, "it said that it is not ready"
+        assert statuses <= {200, 503}
         assert frail.pids("engine") != [pid]
-        assert gateway.http.get("/health/ready").json()["status"] == "ready"
+        # The streams may end before it has asked its server again.
+        status = wait_for(
+            lambda: gateway.http.get("/health/ready").status_code, lambda code: code == 200, 10.0
+        )
+        assert status == 200
     wait_idle(frail)
 
 
