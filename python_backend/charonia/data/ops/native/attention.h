@@ -56,7 +56,16 @@ class AttentionOverPages {
                      [](const Item& a, const Item& b) { return a.seen > b.seen; });
     if (static_cast<int64_t>(items_.size()) >= enough || items_.front().seen <= chunk_ ||
         pool.num_threads() == 1) {
-      pool.run(items_.size(), [&](int64_t i) { attend_whole(items_[i]); });
+      const auto attend = [&](int64_t i) {
+        const bool is_last = i + 1 == static_cast<int64_t>(items_.size());
+        attend_whole(items_[i], is_last ? nullptr : &items_[i + 1]);
+      };
+      if (items_.front().seen > 2 * items_.back().seen)
+        pool.run(items_.size(), attend);
+      else  // what lies together stays together
+        pool.run_ranges(items_.size(), [&](int64_t i, int64_t end) {
+          for (; i < end; ++i) attend(i);
+        });
     } else {
       attend_split(pool);
     }
@@ -122,7 +131,8 @@ class AttentionOverPages {
 
   int64_t num_chunks(const Item& item) const { return (item.seen + chunk_ - 1) / chunk_; }
 
-  void attend_whole(const Item& item) {
+  // Of the item that is probably next the first keys are brought near.
+  void attend_whole(const Item& item, const Item* next) {
     thread_local Scratch merged_memory, partial_memory;
     const int64_t queries = item.tokens * group_, most = std::min(queries, Products::kQueries);
     const Results merged =
@@ -130,7 +140,7 @@ class AttentionOverPages {
     const Results partial = results_at(partial_memory.get<float>(size_of_results(most)), most);
     const Side<F> side = queries_of(item);
     for (int64_t chunk = 0; chunk < num_chunks(item); ++chunk)
-      attend_chunk(item, side, chunk, merged, chunk == 0 ? nullptr : &partial);
+      attend_chunk(item, side, chunk, merged, chunk == 0 ? nullptr : &partial, next);
     write(item, merged);
   }
 
@@ -159,7 +169,7 @@ class AttentionOverPages {
       pool.run(parts.size(), [&](int64_t i) {
         const Item& item = items_[parts[i].first];
         const int64_t chunk = parts[i].second;
-        attend_chunk(item, queries_of(item), chunk, at(item, place_of(chunk)), nullptr);
+        attend_chunk(item, queries_of(item), chunk, at(item, place_of(chunk)), nullptr, nullptr);
       });
       pool.run(items_.size(), [&](int64_t i) {
         const Item& item = items_[i];
@@ -185,12 +195,13 @@ class AttentionOverPages {
   // results = those of one chunk. Or, given memory for the partial ones of as many queries as are
   // multiplied at once, merge those of the chunk into results.
   [[gnu::noinline]] void attend_chunk(const Item& item, const Side<F>& side, int64_t chunk,
-                                      const Results& results, const Results* partial) const {
+                                      const Results& results, const Results* partial,
+                                      const Item* next) const {
     const int64_t queries = item.tokens * group_;
     const int64_t keys = std::min(chunk_, item.seen - chunk * chunk_);
     thread_local Scratch score_memory;
     float* scores = score_memory.get<float>(std::min(queries, Products::kQueries) * stride_);
-    const ChunkBlocks blocks = blocks_of(item, chunk);
+    const ChunkBlocks blocks = blocks_of(item, chunk, next);
     Products products(pages_, blocks, queries, stride_);
     for (int64_t first = 0; first < queries; first += Products::kQueries) {
       const int64_t count = std::min(Products::kQueries, queries - first);
@@ -212,15 +223,24 @@ class AttentionOverPages {
     return (keys + pages_.block_size - 1) / pages_.block_size;
   }
 
-  // Until this thread asks for others.
-  ChunkBlocks blocks_of(const Item& item, int64_t chunk) const {
-    const int64_t per_chunk = chunk_ / pages_.block_size, first = chunk * per_chunk;
-    const int64_t* const table =
-        data<int64_t>(step_.block_tables) + item.row * step_.block_tables.size(1) + first;
-    const int64_t left = num_blocks(item.seen) - first, own = std::min(left, per_chunk);
+  // Of a chunk, and of the one behind it; behind the last one that is the next item's first, if there
+  // is one. Until this thread asks for others.
+  ChunkBlocks blocks_of(const Item& item, int64_t chunk, const Item* next) const {
     thread_local std::vector<int64_t> starts;
-    starts.resize(std::min(left, 2 * per_chunk));
-    for (size_t i = 0; i < starts.size(); ++i) starts[i] = pages_.block(table[i], item.kv_head);
+    starts.clear();
+    const auto add = [&](const Item& of, int64_t its_chunk) {
+      const int64_t per_chunk = chunk_ / pages_.block_size, first = its_chunk * per_chunk;
+      const int64_t end = std::min(num_blocks(of.seen), first + per_chunk);
+      const int64_t* const table =
+          data<int64_t>(step_.block_tables) + of.row * step_.block_tables.size(1);
+      for (int64_t i = first; i < end; ++i) starts.push_back(pages_.block(table[i], of.kv_head));
+    };
+    add(item, chunk);
+    const size_t own = starts.size();
+    if (chunk + 1 < num_chunks(item))
+      add(item, chunk + 1);
+    else if (next)
+      add(*next, 0);
     const std::span<const int64_t> all = starts;
     return {all.first(own), all.subspan(own)};
   }

@@ -186,10 +186,7 @@ class Attention {
     add_and_normalize<T>(residual, x, data<T>(norm_.weight), norm_.eps, rows, qkv_.inputs, normed);
     timed(Phase::kQkv, [&] { qkv_.apply(normed, rows, qkv); });
     with_pages<T>(pages, shape_, [&](const auto& typed) {
-      timed(Phase::kRope, [&] {
-        rotate(qkv, rows, step);
-        write(qkv, rows, step, typed);
-      });
+      timed(Phase::kRope, [&] { rotate_and_write(qkv, step, typed); });
       timed(Phase::kAttention, [&] {
         attend_over_pages<T>(step, typed, qkv, qkv_.outputs, shape_.heads, shape_.head_dim, normed);
       });
@@ -215,38 +212,46 @@ class Attention {
     return shape;
   }
 
-  // Queries and keys, in place.
-  template <class T>
-  void rotate(T* qkv, int64_t rows, const Step& step) const {
-    const int64_t head_dim = shape_.head_dim, half = head_dim / 2;
-    for_rows(rows, [&](int64_t row) {
-      const int64_t position = data<int64_t>(step.positions)[row];
-      const T* cos = data<T>(step.cos) + position * half;
-      const T* sin = data<T>(step.sin) + position * half;
-      for (int64_t head = 0; head < shape_.heads + shape_.kv_heads; ++head) {
-        T* const at = qkv + row * qkv_.outputs + head * head_dim;
-        const auto& norm = head < shape_.heads ? query_norm_ : key_norm_;
-        if (norm) normalize(at, data<T>(norm->weight), norm->eps, head_dim, at);
-        rotate_head(at, cos, sin, half);
-      }
-    });
-  }
-
-  // Keys and values. Tokens may share bytes in the pages, so whoever writes a head writes all of it.
+  // Rotate queries and keys in place, and write keys and values to the pages. Tokens of a block may
+  // share bytes there, so one thread writes them all.
   template <class T, class P>
-  void write(const T* qkv, int64_t rows, const Step& step, const P& pages) const {
-    const int64_t heads = shape_.heads, kv_heads = shape_.kv_heads, head_dim = shape_.head_dim;
-    const auto write_head = [&](int64_t head) {
-      for (int64_t row = 0; row < rows; ++row) {
-        const T* key = qkv + row * qkv_.outputs + (heads + head) * head_dim;
-        const int64_t slot = data<int64_t>(step.slots)[row];
-        pages.write(slot, head, key, key + kv_heads * head_dim, head_dim);
+  void rotate_and_write(T* qkv, const Step& step, const P& pages) const {
+    constexpr int64_t kFew = 8;  // blocks, which are not worth another thread
+    const std::vector<int64_t>& ends = step.ends_of_blocks(pages.block_size);
+    const auto count = static_cast<int64_t>(ends.size());
+    const auto some = [&](int64_t first, int64_t last) {
+      for (int64_t row = first ? ends[first - 1] : 0; row < ends[last - 1]; ++row) {
+        rotate(qkv + row * qkv_.outputs, data<int64_t>(step.positions)[row], step);
+        write(qkv + row * qkv_.outputs, data<int64_t>(step.slots)[row], pages);
       }
     };
-    if (is_worth_sharing(rows))
-      Pool::get().run(kv_heads, write_head);
-    else
-      for (int64_t head = 0; head < kv_heads; ++head) write_head(head);
+    if (count < kFew) {
+      if (count) some(0, count);
+    } else {
+      Pool::get().run_ranges(count, some);
+    }
+  }
+
+  // Queries and keys of a token.
+  template <class T>
+  void rotate(T* qkv, int64_t position, const Step& step) const {
+    const int64_t head_dim = shape_.head_dim, half = head_dim / 2;
+    const T* cos = data<T>(step.cos) + position * half;
+    const T* sin = data<T>(step.sin) + position * half;
+    for (int64_t head = 0; head < shape_.heads + shape_.kv_heads; ++head) {
+      T* const at = qkv + head * head_dim;
+      const auto& norm = head < shape_.heads ? query_norm_ : key_norm_;
+      if (norm) normalize(at, data<T>(norm->weight), norm->eps, head_dim, at);
+      rotate_head(at, cos, sin, half);
+    }
+  }
+
+  template <class T, class P>
+  void write(const T* qkv, int64_t slot, const P& pages) const {
+    const int64_t head_dim = shape_.head_dim;
+    const T* key = qkv + shape_.heads * head_dim;
+    for (int64_t head = 0; head < shape_.kv_heads; ++head, key += head_dim)
+      pages.write(slot, head, key, key + shape_.kv_heads * head_dim, head_dim);
   }
 
   Norm norm_;

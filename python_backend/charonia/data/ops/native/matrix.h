@@ -3,7 +3,6 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/from_blob.h>
-#include <ATen/ops/zeros.h>
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -107,11 +106,10 @@ class Matrix {
       const int64_t source = panel * per_panel + column - (is_second ? kLanes : 0);
       sources_[i] = source >= columns ? -1 : source + (is_second ? columns : 0);
     }
-    const auto floats = weight.options().dtype(at::kFloat);
-    steps_ = at::zeros({num_panels * kColumns}, floats);
+    if (is_int8) steps_.resize(num_panels * kColumns);
     with_type(type, [&](auto zero) {
       using T = decltype(zero);
-      if (bias) bias_ = gather<T>(*bias, floats);
+      if (bias) bias_ = gather<T>(*bias);
       panels_ = WeightMemory::zeros(num_panels * kColumns * inputs, is_int8 ? at::kChar : type);
       const std::lock_guard guard(one_at_a_time);
       Pool::get().run(num_panels, [&](int64_t panel) { pack<T>(panel, data<T>(weight)); });
@@ -133,18 +131,25 @@ class Matrix {
   // Apply scale and bias to vector v of a panel's sums.
   Floats finish(Floats sums, int64_t panel, int v) const {
     const int64_t column = panel * kColumns + v * kLanes;
-    if (is_int8) sums *= load<Floats>(data<float>(steps_) + column);
-    if (bias_.defined()) sums += load<Floats>(data<float>(bias_) + column);
+    if (is_int8) sums *= load<Floats>(steps_.data() + column);
+    if (!bias_.empty()) sums += load<Floats>(bias_.data() + column);
     return sums;
   }
+
+  static_assert(kVectors == 2);
 
   // y [rows, outputs] = x W^T + b, in T or in float32.
   template <class T, class Y>
   void apply(const T* x, int64_t rows, Y* y) const {
     multiply_rows(x, rows, [&](int64_t row, int64_t panel, const Floats* sums) {
-      for (int v = 0; v < kVectors; ++v) {
-        const int64_t column = panel * kColumns + v * kLanes;
-        narrow_some(y + row * outputs + column, finish(sums[v], panel, v), outputs - column);
+      const int64_t column = panel * kColumns;
+      const Floats first = finish(sums[0], panel, 0), second = finish(sums[1], panel, 1);
+      Y* const to = y + row * outputs + column;
+      if (column + kColumns <= outputs) {
+        narrow(to, first, second);
+      } else {
+        narrow_some(to, first, outputs - column);
+        narrow_some(to + kLanes, second, outputs - column - kLanes);
       }
     });
   }
@@ -164,6 +169,49 @@ class Matrix {
 
   static constexpr int64_t kRowsAtOnce = 192;  // of x, so that they stay in the cache
 
+  // The same with AMX: so many bytes of x, half of the second-level cache, but some tiles at least.
+  static constexpr int64_t kBytesAtOnce = 1 << 20, kTileRows = 32;
+
+  int64_t tile_rows_at_once() const {
+    const int64_t rows = kBytesAtOnce / (inputs * static_cast<int64_t>(sizeof(bf16)));
+    return std::max<int64_t>(rows / kTileRows, 4) * kTileRows;
+  }
+
+  // Sums of some rows and a panel that were not handed out yet.
+  template <class Out>
+  class WaitingSums {
+   public:
+    explicit WaitingSums(const Out& out) : out_(out) {}
+
+    // Where those of the next rows go.
+    float* next() { return reinterpret_cast<float*>(sums_[side_ ^ 1]); }
+    Floats (&row(int64_t r))[kVectors] { return sums_[side_ ^ 1][r]; }
+
+    // They are there; all before them were handed out.
+    void wait(int64_t first_row, int64_t count, int64_t panel) {
+      side_ ^= 1;
+      first_row_ = first_row;
+      panel_ = panel;
+      count_ = count;
+      given_ = 0;
+    }
+
+    // How many are to be handed out in each of so many steps.
+    int64_t share(int64_t steps) const { return steps ? (count_ + steps - 1) / steps : 0; }
+
+    void hand_out(int64_t count) {
+      const int64_t end = std::min(count_, given_ + count);
+      for (; given_ < end; ++given_) out_(first_row_ + given_, panel_, sums_[side_][given_]);
+    }
+    void hand_out_all() { hand_out(count_); }
+
+   private:
+    const Out& out_;
+    alignas(64) Floats sums_[2][kTileRows][kVectors];
+    int side_ = 0;
+    int64_t first_row_ = 0, panel_ = 0, count_ = 0, given_ = 0;
+  };
+
   // Some rows of x, and a panel of weights.
   template <class T, class Stored>
   struct Part {
@@ -175,18 +223,25 @@ class Matrix {
   template <class F, class T, class Out>
   void multiply_rows(const typename F::Stored* panels, const T* x, int64_t rows,
                      const Out& out) const {
-    const int64_t parts = (rows + kRowsAtOnce - 1) / kRowsAtOnce;
+    constexpr bool is_by_tiles = kHasTiles && std::is_same_v<T, bf16>;
+    const int64_t at_once = is_by_tiles ? tile_rows_at_once() : kRowsAtOnce;
+    const int64_t parts = (rows + at_once - 1) / at_once;
     Pool::get().run_ranges(parts * num_panels, [&](int64_t first_task, int64_t last_task) {
-      [[maybe_unused]] Tiles tiles;
-      for (int64_t task = first_task; task < last_task; ++task) {
-        const int64_t index = task / num_panels, panel = task % num_panels;
-        const int64_t begin = index * rows / parts, end = (index + 1) * rows / parts;
-        const Part<T, typename F::Stored> part = {x + begin * inputs, begin, end - begin, panel,
-                                                  panels + panel * kColumns * inputs};
-        if constexpr (kHasTiles && std::is_same_v<T, bf16>)
-          multiply_by_tiles<F>(tiles, part, out);
-        else
-          multiply_by_vectors<F>(part, out);
+      const auto each_part = [&](auto&& multiply_part) {
+        for (int64_t task = first_task; task < last_task; ++task) {
+          const int64_t index = task / num_panels, panel = task % num_panels;
+          const int64_t begin = index * rows / parts, end = (index + 1) * rows / parts;
+          multiply_part(Part<T, typename F::Stored>{x + begin * inputs, begin, end - begin, panel,
+                                                    panels + panel * kColumns * inputs});
+        }
+      };
+      if constexpr (is_by_tiles) {
+        Tiles tiles;
+        WaitingSums<Out> waiting(out);
+        each_part([&](const auto& part) { multiply_by_tiles<F>(tiles, part, waiting); });
+        waiting.hand_out_all();
+      } else {
+        each_part([&](const auto& part) { multiply_by_vectors<F>(part, out); });
       }
     });
   }
@@ -214,13 +269,14 @@ class Matrix {
     });
   }
 
-  // The same with AMX. Meanwhile the first rows fetch their own panel ahead, the second ones the
-  // next panel. Int8 weights are widened by the first ones on their way.
-  template <class F, class T, class Registers, class Out>
+  // The same with AMX. Sums are handed out late, some rows at each step of the next products, so that
+  // the vectors work while the tiles do. Meanwhile what is multiplied next is brought near: with few
+  // rows the panel that is read, else the next one, some of it at each step of all rows. Int8
+  // weights are widened by the first rows on their way.
+  template <class F, class T, class Registers, class Waiting>
   void multiply_by_tiles(Registers& tiles, const Part<T, typename F::Stored>& part,
-                         const Out& out) const {
+                         Waiting& waiting) const {
     constexpr bool is_wide = std::is_same_v<typename F::Stored, T>;
-    constexpr int64_t kFetchingTiles = is_wide ? 2 : 1;
     constexpr int64_t kStep = kColumns * Registers::kDepth;  // weights
     const auto* const stored = part.weights;
     const int64_t size = kColumns * inputs;
@@ -232,40 +288,48 @@ class Matrix {
       thread_local Scratch memory;
       w = wide = memory.get<T>(size);
     }
-    constexpr int64_t kMostRows = 2 * Registers::kRows, kUnit = 2 * kLanes;
-    const int64_t num_tiles = (part.num_rows + kMostRows - 1) / kMostRows;
+    constexpr int64_t kUnit = 2 * kLanes;
+    const int64_t num_tiles = (part.num_rows + kTileRows - 1) / kTileRows;
     const int64_t rest = inputs % Registers::kDepth, whole = inputs - rest;
+    const int64_t steps = whole / Registers::kDepth;
+    constexpr int64_t kLine = 64 / sizeof *stored;
+    const bool is_few = num_tiles == 1;
+    const int64_t distance = is_few ? kAheadBytes / sizeof *stored : size;
     for (int64_t tile = 0, first = 0; tile < num_tiles; ++tile) {
       const int64_t height = (part.num_rows - first) / (num_tiles - tile);
       const T* x = part.x + first * inputs;
-      Floats sums[kMostRows][kVectors];
-      const auto bring = [&](int64_t step) {
-        const int64_t begin = step * kStep, end = std::min(begin + kStep, size);
-        const auto* ahead = stored + (tile ? size : kAheadBytes / sizeof *stored);
-        for (int64_t i = begin; i < end; i += 64) {
-          __builtin_prefetch(ahead + i);
-          if constexpr (is_wide)
-            __builtin_prefetch(ahead + i + 32);
-          else
-            widen_64(stored + i, wide + i);
+      const auto widen_step = [&](int64_t step) {
+        if constexpr (!is_wide) {
+          const int64_t begin = step * kStep, end = std::min(begin + kStep, size);
+          for (int64_t i = begin; i < end; i += 64) widen_64(stored + i, wide + i);
         }
       };
+      // This tile's part of what lies `distance` ahead, and of the sums that wait.
+      const int64_t share = (size / num_tiles + kLine - 1) / kLine * kLine;
+      const int64_t per_step = steps ? (share + steps * kLine - 1) / (steps * kLine) * kLine : 0;
+      const auto* ahead = stored + distance + tile * share;
+      const int64_t rows_per_step = waiting.share(steps);
       tiles.multiply(
-          height, x, inputs, whole / Registers::kDepth, kVectors,
-          [&](int64_t v, int64_t step) -> typename Registers::Right {
+          height, x, inputs, steps, kVectors,
+          [&](int64_t v, int64_t step) -> Registers::Right {
             return {w + step * kStep + v * kUnit, kVectors * kUnit};
           },
-          reinterpret_cast<float*>(sums), kColumns,
+          waiting.next(), kColumns,
           [&](int64_t, int64_t, int64_t step) {
-            if (tile >= kFetchingTiles) return;
-            if (step == 0) bring(0);
-            bring(step + 1);
+            for (const auto* end = ahead + per_step; ahead < end; ahead += kLine)
+              is_few ? __builtin_prefetch(ahead, 0, 3) : __builtin_prefetch(ahead, 0, 2);
+            if (tile == 0) {
+              if (step == 0) widen_step(0);
+              widen_step(step + 1);
+            }
+            waiting.hand_out(rows_per_step);
           });
-      if (whole == 0 && tile < kFetchingTiles) bring(0);  // there was no step
-      for (int64_t r = 0; r < height; ++r) {
-        if (rest) add_rest(sums[r], x + r * inputs + whole, w + kColumns * whole, rest);
-        out(part.first_row + first + r, part.panel, sums[r]);
-      }
+      if (steps == 0 && tile == 0) widen_step(0);
+      waiting.hand_out_all();
+      if (rest)
+        for (int64_t r = 0; r < height; ++r)
+          add_rest(waiting.row(r), x + r * inputs + whole, w + kColumns * whole, rest);
+      waiting.wait(part.first_row + first, height, part.panel);
       first += height;
     }
   }
@@ -285,10 +349,10 @@ class Matrix {
   }
 
   template <class T>
-  at::Tensor gather(const at::Tensor& values, const at::TensorOptions& floats) const {
-    auto result = at::zeros({num_panels * kColumns}, floats);
+  std::vector<float> gather(const at::Tensor& values) const {
+    std::vector<float> result(num_panels * kColumns);
     for (size_t i = 0; i < sources_.size(); ++i)
-      if (sources_[i] >= 0) data<float>(result)[i] = to_float(data<T>(values)[sources_[i]]);
+      if (sources_[i] >= 0) result[i] = to_float(data<T>(values)[sources_[i]]);
     return result;
   }
 
@@ -308,7 +372,7 @@ class Matrix {
       for (int64_t k = 0; k < inputs; ++k)
         largest = std::max(largest, std::fabs(to_float(row[k])));
       const float step = largest / 127.0f;
-      data<float>(steps_)[panel * kColumns + column] = step;
+      steps_[panel * kColumns + column] = step;
       spread(row, data<int8_t>(panels_) + first, [step](T x) {
         return static_cast<int8_t>(step > 0 ? std::lrint(to_float(x) / step) : 0);
       });
@@ -323,8 +387,8 @@ class Matrix {
   }
 
   std::vector<int64_t> sources_;  // of each packed column, or -1
-  at::Tensor panels_;        // where `w` of a product lies
-  at::Tensor steps_, bias_;  // of each packed column, float32; steps are int8's
+  at::Tensor panels_;                 // where `w` of a product lies
+  std::vector<float> steps_, bias_;  // of each packed column; steps are int8's, and a bias may lack
 };
 
 }  // namespace charonia

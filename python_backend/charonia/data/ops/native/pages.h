@@ -22,12 +22,22 @@ namespace charonia {
 // there. Finite numbers stay as they are. Of a request that has computed infinities nothing right
 // can come; with this number, which every type has, its sums are finite again in most cases.
 constexpr float kInPlaceOfInfinity = 6e4f;
+inline bool is_finite(float x) { return std::fabs(x) <= std::numeric_limits<float>::max(); }
+inline bool is_finite(bf16 x) { return (x.bits & 0x7f80) != 0x7f80; }
 inline float finite(float x) {
-  if (std::fabs(x) <= std::numeric_limits<float>::max()) return x;
+  if (is_finite(x)) return x;
   return x != x ? 0 : std::copysign(kInPlaceOfInfinity, x);
 }
 inline bf16 finite(bf16 x) {
-  return (x.bits & 0x7f80) == 0x7f80 ? rounded<bf16>(finite(to_float(x))) : x;
+  return is_finite(x) ? x : rounded<bf16>(finite(to_float(x)));
+}
+
+// Of all of them at once, as hardly ever is one that is not.
+template <class T>
+bool are_finite(const T* x, int64_t count) {
+  bool all = true;
+  for (int64_t i = 0; i < count; ++i) all &= is_finite(x[i]);
+  return all;
 }
 
 using PagesOfLayer = std::pair<at::Tensor, at::Tensor>;  // keys, values
@@ -85,10 +95,17 @@ struct Pages {
 
   void write(int64_t slot, int64_t head, const T* key, const T* value, int64_t head_dim) const {
     const int64_t base = block(slot / block_size, head), offset = slot % block_size;
-    for (int64_t d = 0; d < head_dim; ++d) {
-      keys[base + (d / kStep * block_size + offset) * kStep + d % kStep] = finite(key[d]);
-      values[base + (offset / kStep * dim + d) * kStep + offset % kStep] = finite(value[d]);
-    }
+    const auto put = [&](auto&& stored) {
+      T* to = keys + base + offset * kStep;
+      for (int64_t d = 0; d < head_dim; d += kStep, to += block_size * kStep)
+        for (int i = 0; i < kStep; ++i) to[i] = stored(key[d + i]);
+      to = values + base + offset / kStep * dim * kStep + offset % kStep;
+      for (int64_t d = 0; d < head_dim; ++d) to[d * kStep] = stored(value[d]);
+    };
+    if (are_finite(key, head_dim) && are_finite(value, head_dim))
+      put([](T x) { return x; });
+    else
+      put([](T x) { return finite(x); });
   }
 
   int64_t groups() const { return 1; }

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <exception>
 #include <functional>
+#include <limits>
 #include <mutex>
 #include <new>
 #include <string>
@@ -39,9 +40,11 @@ inline void pause() {
 // and not in the middle of an operation; and whoever makes a thread waits until it has begun.
 inline thread_local volatile bool has_begun = false;
 
-// Threads that help the one that calls `run`. Work is claimed piece by piece, ever smaller ones,
-// and a helper that has claimed nothing is not waited for: on a machine whose cores have other
-// work too, a helper that does not get to run costs nothing.
+// Threads that help the one that calls. Each thread has a share of the work, which lies together, and
+// claims half of what is left of it, again and again. So it knows what comes next, and can bring it
+// near. A thread that is done claims pieces from the ends of the others' shares, and a helper that
+// has claimed nothing is not waited for: on a machine whose cores have other work too, a helper that
+// does not get to run costs nothing.
 //
 // What a piece of work throws, on whatever thread, ends the job: no more pieces are begun, and the
 // caller throws it once nobody is in the job any more, for the job lies on the caller's stack.
@@ -65,10 +68,11 @@ class Pool {
   void resize(int num_threads, const std::vector<int>& cores) {
     has_begun = true;
     stop();
+    shares_ = std::vector<Share>(num_threads);
     for (int i = 0; i + 1 < num_threads; ++i) {
       const int core = i < static_cast<int>(cores.size()) ? cores[i] : -1;
       try {
-        helpers_.emplace_back([this, core] { help(core); });
+        helpers_.emplace_back([this, i, core] { help(1 + i, core); });
         for (int begun; (begun = num_begun_.load()) <= i;) num_begun_.wait(begun);
       } catch (const std::system_error& error) {
         const int given = this->num_threads();
@@ -88,11 +92,20 @@ class Pool {
     new (&failure_) std::exception_ptr;
   }
 
-  // Call f(i) for i in [0, n), on all threads; return when all is done.
+  // Call f(i) for i in [0, n), on all threads, begun in this order: for the longest first. Return when
+  // all is done.
   template <class F>
   void run(int64_t n, F&& f) {
-    run_ranges(n, [&f](int64_t first, int64_t last) {
-      for (int64_t i = first; i < last; ++i) f(i);
+    const int64_t pieces = 4 * num_threads();
+    next_.store(0, std::memory_order_relaxed);
+    run_ranges(std::min<int64_t>(n, num_threads()), [&](int64_t, int64_t) {
+      int64_t first = next_.load(std::memory_order_relaxed);
+      while (first < n) {
+        const int64_t last = first + std::max<int64_t>(1, (n - first) / pieces);
+        if (!next_.compare_exchange_weak(first, last, std::memory_order_relaxed)) continue;
+        for (; first < last; ++first) f(first);
+        first = next_.load(std::memory_order_relaxed);
+      }
     });
   }
 
@@ -104,12 +117,14 @@ class Pool {
       return;
     }
     job_ = std::ref(f);
-    end_ = n;
-    next_.store(0, std::memory_order_relaxed);
+    const auto threads = static_cast<int64_t>(num_threads());
+    for (int64_t i = 0; i < threads; ++i)
+      shares_[i].left.store(Left{i * n / threads, (i + 1) * n / threads}.packed(),
+                            std::memory_order_relaxed);
     const uint64_t number = (gate_.load(std::memory_order_relaxed) >> 32) + 1;
     gate_.store(number << 32 | kOpen, std::memory_order_seq_cst);
     if (sleeping_.load(std::memory_order_seq_cst) > 0) wake();
-    work();
+    work(0);
     uint64_t gate = gate_.fetch_and(~kOpen, std::memory_order_acq_rel) & ~kOpen;
     while (gate & kInside) {
       pause();
@@ -123,26 +138,47 @@ class Pool {
   static constexpr uint64_t kInside = kOpen - 1;
   static constexpr std::chrono::microseconds kSpin{200};
 
+  // What is left of a share.
+  struct Left {
+    int64_t first, end;
+
+    static Left of(uint64_t packed) {
+      return {static_cast<int64_t>(packed >> 32), static_cast<int64_t>(packed & 0xffffffff)};
+    }
+    uint64_t packed() const {
+      return static_cast<uint64_t>(first) << 32 | static_cast<uint64_t>(end);
+    }
+  };
+  struct alignas(64) Share {
+    std::atomic<uint64_t> left{0};
+  };
+
   // Nothing gets out of here, or the caller would leave a job that others are in.
-  void work() noexcept {
+  void work(int thread) noexcept {
     try {
-      claim_and_do();
+      for (int i = 0; i < num_threads(); ++i) claim_and_do((thread + i) % num_threads(), i == 0);
     } catch (...) {
       if (!has_failed_.exchange(true, std::memory_order_relaxed))
         failure_ = std::current_exception();
-      next_.store(end_, std::memory_order_relaxed);
+      for (Share& share : shares_) share.left.store(0, std::memory_order_relaxed);
+      next_.store(std::numeric_limits<int64_t>::max(), std::memory_order_relaxed);
     }
   }
 
-  void claim_and_do() {
-    const int64_t share = 4 * num_threads();
-    int64_t first = next_.load(std::memory_order_relaxed);
-    while (first < end_) {
-      const int64_t last = first + std::max<int64_t>(1, (end_ - first) / share);
-      if (next_.compare_exchange_weak(first, last, std::memory_order_relaxed)) {
-        job_(first, last);
-        first = next_.load(std::memory_order_relaxed);
-      }
+  // Half of what is left of a share, and so on; of one's own the front.
+  void claim_and_do(int whose, bool is_own) {
+    std::atomic<uint64_t>& share = shares_[whose].left;
+    uint64_t packed = share.load(std::memory_order_relaxed);
+    for (;;) {
+      const Left left = Left::of(packed);
+      if (left.first >= left.end) return;
+      const int64_t size = (left.end - left.first + 1) / 2;
+      const int64_t middle = is_own ? left.first + size : left.end - size;
+      const Left mine = is_own ? Left{left.first, middle} : Left{middle, left.end};
+      const Left rest = is_own ? Left{middle, left.end} : Left{left.first, middle};
+      if (!share.compare_exchange_weak(packed, rest.packed(), std::memory_order_relaxed)) continue;
+      job_(mine.first, mine.end);
+      packed = share.load(std::memory_order_relaxed);
     }
   }
 
@@ -152,7 +188,7 @@ class Pool {
     std::rethrow_exception(std::exchange(failure_, nullptr));
   }
 
-  void help(int core) {
+  void help(int thread, int core) {
     has_begun = true;
     num_begun_.fetch_add(1);
     num_begun_.notify_one();
@@ -165,7 +201,7 @@ class Pool {
       done = gate >> 32;
       while ((gate & kOpen) && gate >> 32 == done) {
         if (gate_.compare_exchange_weak(gate, gate + 1, std::memory_order_acq_rel)) {
-          work();
+          work(thread);
           gate_.fetch_sub(1, std::memory_order_acq_rel);
           break;
         }
@@ -213,13 +249,13 @@ class Pool {
   }
 
   std::vector<std::thread> helpers_;
+  std::vector<Share> shares_;  // of the caller's thread, then of the helpers
   std::atomic<int> num_begun_{0};  // of the helpers
   std::function<void(int64_t, int64_t)> job_;
-  int64_t end_ = 0;
+  alignas(64) std::atomic<int64_t> next_{0};  // of `run`
   std::exception_ptr failure_;  // the first, written by who set has_failed_
   std::atomic<bool> has_failed_{false};
   alignas(64) std::atomic<uint64_t> gate_{0};
-  alignas(64) std::atomic<int64_t> next_{0};
   alignas(64) std::atomic<uint32_t> bell_{0};
   std::atomic<int> sleeping_{0};
   std::atomic<bool> is_stopping_{false};
@@ -231,10 +267,13 @@ inline bool is_worth_sharing(int64_t rows) { return rows >= 64; }
 
 template <class F>
 void for_rows(int64_t rows, F&& f) {
+  const auto some = [&f](int64_t row, int64_t end) {
+    for (; row < end; ++row) f(row);
+  };
   if (is_worth_sharing(rows))
-    Pool::get().run(rows, f);
+    Pool::get().run_ranges(rows, some);
   else
-    for (int64_t row = 0; row < rows; ++row) f(row);
+    some(0, rows);
 }
 
 // Seconds that the calling thread has spent in each kind of operation since the start: cheap enough

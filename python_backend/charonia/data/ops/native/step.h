@@ -55,6 +55,18 @@ struct Step {
             " for each row");
   }
 
+  // Behind which tokens another block begins in the pages; the last is the number of tokens.
+  const std::vector<int64_t>& ends_of_blocks(int64_t block_size) const {
+    if (block_size == block_size_) return ends_of_blocks_;
+    block_size_ = block_size;
+    ends_of_blocks_.clear();
+    const int64_t* const at = data<int64_t>(slots);
+    for (int64_t i = 1; i <= num_tokens(); ++i)
+      if (i == num_tokens() || at[i] / block_size != at[i - 1] / block_size)
+        ends_of_blocks_.push_back(i);
+    return ends_of_blocks_;
+  }
+
   at::Tensor positions, slots;  // [tokens]
   std::vector<int64_t> query_starts, context_lens;
   at::Tensor block_tables;  // [rows, blocks]
@@ -86,6 +98,8 @@ struct Step {
   }
 
   int64_t end_of_slots_ = 0, end_of_blocks_ = 0, longest_ = 0;
+  mutable int64_t block_size_ = 0;  // of ends_of_blocks_
+  mutable std::vector<int64_t> ends_of_blocks_;
 };
 
 }  // namespace charonia

@@ -150,6 +150,10 @@ inline Floats widen(const int8_t* from) {
 }
 
 inline void narrow(float* to, Floats x) { store(to, x); }
+inline void narrow(float* to, Floats first, Floats second) {
+  store(to, first);
+  store(to + kLanes, second);
+}
 inline void narrow(bf16* to, Floats x) {  // to nearest, ties to even; NaN stays NaN
 #if defined(__AVX512BF16__)
   store(to, _mm512_cvtneps_pbh(x));
