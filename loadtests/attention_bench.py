@@ -115,7 +115,7 @@ def measure(
 
 
 def decode_table(cases: Sequence[Case]) -> str:
-    """Those of rows that decode, as Markdown."""
+    """Tabulate the cases of rows that decode, in Markdown."""
     return markdown_table(
         ["rows", "context", "all layers' K and V, MiB", "µs per layer", "GB/s", "of the read rate"],
         [
@@ -134,7 +134,7 @@ def decode_table(cases: Sequence[Case]) -> str:
 
 
 def prompt_table(cases: Sequence[Case]) -> str:
-    """Those of prompts, as Markdown."""
+    """Tabulate the cases of prompts, in Markdown."""
     return markdown_table(
         ["tokens", "context", "µs per layer", "GFLOP/s", "of the product rate"],
         [

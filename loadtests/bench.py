@@ -58,7 +58,7 @@ from workloads import CASES, NOT_IN_TRACES, Entry, Round, budget_rounds, make_ro
 SHAPES = ("llama-135m", "llama-1b")
 WAKE_PROMPT_TOKENS, WAKE_TOKENS = 32, 4
 Tokens = dict[str, list[list[int]]]
-"""By label, the greedy tokens of every request of a repetition."""
+"""Greedy tokens of every request of a repetition, by label."""
 
 
 def main() -> None:
@@ -261,7 +261,10 @@ def _reading(limits: Worker) -> Machine:
 
 
 def _agreement(seen: list[Tokens], new_tokens: int) -> dict[str, Any]:
-    """How far the sides' greedy tokens are the same; sampled ones and unseen ones do not count."""
+    """Compare the sides' greedy tokens by their mean common prefix, in tokens, with one side.
+
+    Samples, and labels without tokens, are left out.
+    """
     labels = {label for tokens in seen for label, lists in tokens.items() if all(lists)}
     labels = {label for label in labels if label in NAMES}
     reference = "transformers" if "transformers" in labels else BASE
@@ -296,7 +299,7 @@ def _model(options: argparse.Namespace, parser: argparse.ArgumentParser) -> Path
 def _traffic(
     options: argparse.Namespace, model: Path, parser: argparse.ArgumentParser
 ) -> list[Traffic]:
-    """Of each file, where the case is asked for."""
+    """Read the recorded traffic of each file, if the case "traces" is asked for."""
     if "traces" not in options.cases:
         return []
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))

@@ -21,7 +21,7 @@ _COLORS = {
 
 
 def write_plot(report: Report, path: Path) -> None:
-    """Up to seven panels; bars are medians, whiskers go from the worst to the best repetition."""
+    """Draw up to seven panels: bars are medians, whiskers span the worst to the best repetition."""
     decode = [result for result in report.rounds if result.round.kind == "decode"]
     prefill = [result for result in report.rounds if result.round.kind == "prefill"]
     traces = [result for result in report.rounds if result.round.kind == "traces"]

@@ -19,11 +19,11 @@ from thresholds import Verdict, verdict
 from workloads import SAMPLED, Round
 
 _OVER_VLLM = {("decode", 1): 1.7, ("decode", 8): 1.5, ("decode", 32): 1.3}
-"""What decoding must reach over vLLM, by concurrency; anything else must be as fast."""
+"""Goals of decoding over vLLM, by kind of round and concurrency; 1 for all others."""
 _OVER_VLLM_LONG = 1.1
-"""What prompts of many tokens must reach over vLLM."""
+"""Goal of prompts of many tokens over vLLM."""
 _OVER_VLLM_TRACES = 1.1
-"""What requests of recorded lengths must reach over vLLM, over Triton and in-process."""
+"""Goal of requests of recorded lengths over vLLM, over Triton and in-process."""
 _RATIOS: tuple[tuple[str, str, float | None], ...] = (
     (BASE, VLLM, 1.0),
     (BASE, LLAMA_CPP, 1.0),
@@ -125,7 +125,7 @@ class Report:
     alone: IsolatedRuns = field(default_factory=IsolatedRuns)
 
     def as_json(self) -> dict[str, Any]:
-        """For the file: the parts above and what the tables are made of."""
+        """Return the parts above and the tables' data, for the file."""
         rounds = []
         for result in self.rounds:
             about = {name: getattr(result.round, name) for name in _ROUND_FIELDS}

@@ -83,7 +83,7 @@ class CacheRun:
 
 
 def keys_of(trace: Sequence[TraceRequest], length: int, block_size: int) -> list[list[bytes]]:
-    """Of each request the keys of the full blocks of its prompt but for its last token."""
+    """Return each request's keys of its prompt's full blocks, without the prompt's last token."""
     parts = range(length // block_size)
     keys = {
         hash_id: [blake2b(f"{hash_id} {part}".encode(), digest_size=16).digest() for part in parts]
@@ -136,7 +136,7 @@ def optimum(sequences: Sequence[Sequence[bytes]], num_blocks: int) -> int:
 
 
 def _next_uses(sequences: Sequence[Sequence[bytes]]) -> list[list[int]]:
-    """Of each block of each request the number of the next request that has it."""
+    """Return, for each block of each request, the number of the next request that has it."""
     coming: dict[bytes, int] = {}
     found: list[list[int]] = []
     for number in range(len(sequences) - 1, -1, -1):

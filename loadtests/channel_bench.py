@@ -39,7 +39,7 @@ WARM_UP = 200
 
 
 def announcement() -> Forward:
-    """What announces a pass of rows that decode."""
+    """Make the message that announces a pass of rows that decode."""
     rows = torch.arange(NUM_ROWS)
     return forward_of(
         "target",
@@ -57,7 +57,7 @@ def announcement() -> Forward:
 
 
 def channels(rank: int, connection: socket.socket, memory: int, port: int) -> dict[str, Any]:
-    """For each way: what one side calls to send a message and to take one."""
+    """Return, for each way, one side's calls to send a message and to take one."""
     message = announcement()
     data = torch.frombuffer(bytearray(encode(message)), dtype=torch.uint8)
     view = memoryview(data.numpy())

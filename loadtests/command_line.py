@@ -1,4 +1,4 @@
-"""What the command lines of the benchmarks have in common.
+"""Common parts of the benchmarks' command lines.
 
 Must not know what is measured.
 """

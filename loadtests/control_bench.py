@@ -67,12 +67,12 @@ class Case:
 
     @property
     def together_ms(self) -> float:
-        """Of plan() and apply()."""
+        """Milliseconds of plan() and apply() together."""
         return self.plan_ms + self.apply_ms
 
     @property
     def verdict(self) -> str:
-        """Whether the goal is met; it is for no more than so many rows, requests and tenants."""
+        """Result: "met", "missed", or "" beyond the rows, requests or tenants of the goal."""
         sizes = zip((self.rows, self.waiting, self.tenants), GOAL_SIZES, strict=True)
         if any(own > most for own, most in sizes):
             return ""

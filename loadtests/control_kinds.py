@@ -1,7 +1,7 @@
-"""What happens in the steps that `control_bench.py` times: who comes, who ends, who loses a row.
+"""Events in the steps that `control_bench.py` times: requests come, end or lose a row.
 
-Owns the scheduler of a case and the way to a step in which that happens, and that it did. Must not
-know what is done with the times.
+Owns the scheduler of a case, and the way to a step with such an event, and checks that it happened.
+Must not know what is done with the times.
 """
 
 import random
@@ -28,7 +28,7 @@ _NUM_PAST = 512
 
 @dataclass(frozen=True)
 class Size:
-    """Of a case.
+    """Size of a case.
 
     Attributes:
         waiting: requests behind those that have the rows. steps: that are timed.
@@ -120,7 +120,7 @@ class Bench:
 
     @property
     def running(self) -> list[Request]:
-        """Those that have a row."""
+        """Requests that have a row."""
         return [one for one in self.scheduler.requests if one.row is not None]
 
     def new(self, priority: int = 0) -> Request:
@@ -167,7 +167,7 @@ class Bench:
         self.scheduler.finish(request.key, is_complete=True)
 
     def step(self) -> Timed:
-        """Have happen what the kind of case says, and time the step in which it does."""
+        """Bring about the event of the kind of case, and time its step."""
         num_asked = self._peak.num_asked if self._peak is not None else -1
         change_s = self._kind.prepare(self)
         found = self.plan_and_apply(change_s)
@@ -216,7 +216,7 @@ class Bench:
 
 
 class Kind:
-    """Nobody comes or goes.
+    """A steady state: no request comes or goes.
 
     Attributes:
         displaces: whether it takes a policy by which requests may displace others.
@@ -231,7 +231,7 @@ class Kind:
     are_alike = False
 
     def num_urgent(self, size: Size) -> int:
-        """Of the rows, how many have urgent requests."""
+        """Return the number of rows that have urgent requests."""
         return 0
 
     def begin(self, bench: Bench) -> None:
@@ -246,7 +246,7 @@ class Kind:
         return None
 
     def happened(self, bench: Bench, found: Timed) -> bool:
-        """Whether that step was what it is said to be."""
+        """Return whether that step had the event of this kind."""
         return not found.num_joins and not found.num_preempted
 
     def end(self, bench: Bench) -> None:
@@ -290,7 +290,7 @@ class Admission(Churn):
 
 
 class Preemption(Kind):
-    """There is a block less than the rows need, so that one of them loses its own."""
+    """A lack of one block that the rows need, so that a row loses its own."""
 
     name = "preemption"
     are_alike = True

@@ -119,8 +119,10 @@ def _run(options: argparse.Namespace) -> Outcome:
 
 
 def _wait_for_end(processes: set[psutil.Process]) -> list[psutil.Process]:
-    """Those that live on. What takes a moment to end is no leak, and another process that was given
-    the same number since, as happens within half an hour, is none of them.
+    """Return the processes that live on after a wait of `END_TIMEOUT_S`.
+
+    A process that takes a moment to end is no leak. Another process that was given the same number
+    since, as happens within half an hour, is not returned.
     """
     deadline = time.monotonic() + END_TIMEOUT_S
     while alive := [process for process in processes if process.is_running()]:

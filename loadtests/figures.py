@@ -1,4 +1,4 @@
-"""From what was observed to figures: rates and latencies of a run, medians, pairwise ratios.
+"""Figures from observations: rates and latencies of a run, medians, pairwise ratios.
 
 Pure functions; must not know sides or files.
 """
@@ -115,7 +115,7 @@ def ratio(over: Sequence[float], under: Sequence[float]) -> Ratio:
 
 
 def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    """How many tokens two completions have in common before they part."""
+    """Count the tokens that two completions have in common before they part."""
     for index, (a, b) in enumerate(zip(left, right, strict=False)):
         if a != b:
             return index

@@ -57,7 +57,7 @@ NUM_IDLE = 30
 QUEUE = 1024
 WAIT_FOR_RECORD_S = 2.5
 SENDING_S = 1.0
-"""So long the client takes at most to send a flood."""
+"""Longest time that the client takes to send a flood, in seconds."""
 CLOCKS_DIFFER_S = 1e-3
 """Requests are recorded by the time of day and steps by the monotonic clock, and the former is
 corrected meanwhile: so much, and less than lies between two plans."""
@@ -81,7 +81,7 @@ class Verdict:
 
 @dataclass
 class Answer:
-    """What a client got: tokens and when they came, or an error."""
+    """Answer to one client: its tokens and when they came, or an error."""
 
     tenant: str
     is_urgent: bool
@@ -173,7 +173,7 @@ class Flood:
 
 
 class Record:
-    """What the server writes of itself, part by part."""
+    """The server's own records, part by part."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -190,7 +190,7 @@ class Record:
 
 
 def judge_answers(way: str, answers: Sequence[Answer]) -> list[Verdict]:
-    """Whether each has an end, and the right one."""
+    """Judge whether each has an end, and the right one."""
     ends: Counter[str] = Counter()
     wrong = []
     for answer in answers:
@@ -228,7 +228,7 @@ def judge_shares(way: str, requests: Sequence[TraceRequest]) -> list[Verdict]:
 
 
 def _while_all_wait(requests: Sequence[TraceRequest]) -> tuple[float, float]:
-    """Between these times, in milliseconds, all tenants have requests of the flood waiting."""
+    """Return the time, in milliseconds, in which all tenants have requests of the flood waiting."""
     waits: dict[str, list[TraceRequest]] = {tenant: [] for tenant in WEIGHTS}
     for one in requests:
         if one.outcome == "length" and one.priority == 0:
@@ -246,7 +246,7 @@ def _taken_in_ms(one: TraceRequest) -> float:
 
 
 def _share_within(one: TraceRequest, begin: float, end: float) -> float:
-    """Of a request's tokens, which come evenly from its start to its end."""
+    """Return the share of a request's tokens in this time; they come evenly from start to end."""
     start, over = _started_ms(one), one.timestamp + (one.total_ms or 0.0)
     return max(0.0, min(over, end) - max(start, begin)) / max(over - start, 1e-9)
 
@@ -257,12 +257,12 @@ def judge_urgent(
     steps: Sequence[StepRecord],
     idle: Sequence[TraceRequest],
 ) -> list[Verdict]:
-    """Whether they were in the next plan, and how soon they had a token.
+    """Judge whether they were in the next plan, and how soon they had a token.
 
-    While all tenants have requests waiting: then they may displace others by their priority, and
-    not only when it is their tenant's turn. Where urgent ones have all rows, a plan passes nobody.
-    Those that come while the flood comes in are left out: that they wait is Triton's matter, which
-    gives requests to the models one after the other.
+    Only the time in which all tenants have requests waiting counts: then they may displace others
+    by their priority, and not only when it is their tenant's turn. A plan while urgent ones have
+    all rows passes nobody. Requests that come while the flood comes in are left out: Triton gives
+    requests to the models one after the other, so it makes them wait.
     """
     _, end = _while_all_wait(requests)
     burst_end = max(_taken_in_ms(one) for one in requests if one.priority == 0)

@@ -49,18 +49,18 @@ class Sent:
 
     @property
     def ms(self) -> float:
-        """From the first one's sending to the last one's token."""
+        """Milliseconds from the first one's sending to the last one's token."""
         return 1000 * (self.received_at - self.sent_at)
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Where the time of one prompt went, in milliseconds.
+    """Parts of the time of one prompt, in milliseconds.
 
     Attributes:
         before: until its step is handed to the engine. engine: the step. beside: from there until
             the scheduler has the result, without the step. after: until the client has the token.
-        floor: what a request took with the model that sleeps, without the sleep.
+        floor: time of a request to the model that sleeps, without the sleep.
     """
 
     before: float
@@ -101,7 +101,7 @@ class Prompts:
 async def measure(
     url: str, options: argparse.Namespace
 ) -> tuple[list[tuple[Sent, float]], list[Sent]]:
-    """What was sent one by one, each with the floor's milliseconds, and what was sent at once."""
+    """Send prompts one by one, each with the floor's milliseconds, and then several at once."""
     alone = []
     async with grpc_aio.InferenceServerClient(url) as client:
         await client.is_server_live()

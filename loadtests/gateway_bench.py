@@ -51,7 +51,7 @@ _MODEL = re.compile(r"/([^/]+)/\d+/model\.py$")
 
 @dataclass(frozen=True)
 class Addresses:
-    """Where a server listens for gRPC, and a gateway for HTTP, as `host:port`."""
+    """Address of a server for gRPC, and of a gateway for HTTP, as `host:port`."""
 
     grpc: str
     http: str
@@ -100,7 +100,7 @@ def several(text: str) -> int:
 
 @contextlib.asynccontextmanager
 async def opened(way: str, address: str, count: int) -> AsyncIterator[list[Side]]:
-    """So many sides, connected: connections to the gateway, or a channel of gRPC for all.
+    """Connect `count` sides: connections to the gateway, or one channel of gRPC for all.
 
     They are not kept from turn to turn: the gateway closes what is idle for five seconds.
     """
@@ -115,10 +115,10 @@ async def opened(way: str, address: str, count: int) -> AsyncIterator[list[Side]
 
 
 class Measurement:
-    """What is sent.
+    """Requests of a run, sent in both ways.
 
     Args:
-        num_tokens: of each completion.
+        num_tokens: length of each completion.
     """
 
     def __init__(self, addresses: Addresses, num_tokens: int) -> None:
@@ -130,7 +130,7 @@ class Measurement:
         return [self._drawn.randrange(FIRST_ID, END_ID) for _ in range(PROMPT_TOKENS)]
 
     async def streams(self, count: int, repetitions: int) -> dict[str, list[Turn]]:
-        """So many streams at once, the ways in turns; the first repetition is not counted."""
+        """Stream `count` answers at once, the ways in turns; the first repetition is left out."""
         turns: dict[str, list[Turn]] = {way: [] for way in WAYS}
         for _ in tqdm(range(1 + repetitions), desc=f"{count} streams", unit="repetition"):
             for way in self._drawn.sample(WAYS, len(WAYS)):

@@ -60,7 +60,7 @@ API_KEYS = {"sk-of-anyone": None, "sk-of-a-team": "team"}
 """The keys of a gateway, each with its tenant."""
 STREAMS = ("text/event-stream", "application/x-ndjson")
 Counts = Sequence[tuple[str, str, str, int]]
-"""How many answers there were by route, status and media type."""
+"""Numbers of answers by route, status and media type."""
 
 
 def fuzz(
@@ -117,7 +117,7 @@ def silent(document: dict[str, Any], counts: Counts) -> list[str]:
 
 
 def missing(document: dict[str, Any], counts: Counts, keys: Mapping[str, str | None]) -> list[str]:
-    """What a run has not seen, although it must."""
+    """List what a run must have seen, and has not."""
     found = [f"no stream came of {route}" for route in silent(document, counts)]
     if keys:
         seen = {status for _, status, _, _ in counts}

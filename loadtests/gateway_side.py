@@ -178,7 +178,7 @@ class ByteCounter:
 
     @property
     def address(self) -> str:
-        """Where it listens, `host:port`."""
+        """Address on which it listens, `host:port`."""
         port = self._server.sockets[0].getsockname()[1]
         return f"127.0.0.1:{port}"
 

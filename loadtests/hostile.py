@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def verdicts(each: tuple[Outcome, ...]) -> list[str]:
-    """What is wrong with one attack in all rounds."""
+    """Describe the faults of one attack in all rounds."""
     reasons = [_harm(outcome) for outcome in each if not holds(outcome)]
     if (said := pace_verdict(each)) != "met":
         reasons.append(
@@ -94,7 +94,7 @@ def verdicts(each: tuple[Outcome, ...]) -> list[str]:
 
 
 def memory_verdicts(last_round: Sequence[Outcome]) -> list[str]:
-    """Who kept too much of all attacks of a round."""
+    """Describe the processes that kept too much memory of all attacks of a round."""
     total: Counter[str] = Counter()
     for outcome in last_round:
         total.update(outcome.growth)
@@ -112,12 +112,12 @@ def paces(each: tuple[Outcome, ...]) -> list[float]:
 
 
 def pace_verdict(each: tuple[Outcome, ...]) -> Verdict:
-    """Whether the neighbour kept its pace."""
+    """Judge whether the neighbour kept its pace."""
     return verdict(median_interval(paces(each)), 1 / MAX_SLOWDOWN)
 
 
 def holds(outcome: Outcome) -> bool:
-    """Whether an attack did no harm, but for time and memory."""
+    """Return whether an attack did no harm, but for time and memory."""
     is_unharmed = outcome.noticed is None and not outcome.num_restarts and not outcome.replaced
     return outcome.failure is None and is_unharmed and not outcome.left_open
 
@@ -194,7 +194,7 @@ def _attack(options: argparse.Namespace, outcomes: list[list[Outcome]]) -> list[
 
 
 def _run(name: str, target: Target, strength: int) -> None:
-    """In the attacker's process."""
+    """Run an attack, in the attacker's process."""
     ATTACKS[name].run(target, strength)
 
 

@@ -53,13 +53,13 @@ class Probe:
         return f"{self.variant.name}: {self.failure or ', '.join(medians)}"
 
     def as_json(self) -> dict[str, Any]:
-        """For the file; without the variables, which hold this machine's paths."""
+        """Return the file's content, without the variables, which hold this machine's paths."""
         return {"way": self.variant.name, "tokens_per_second": self.rates, "failure": self.failure}
 
 
 @dataclass
 class IsolatedRuns:
-    """What was measured with nothing else loaded.
+    """Measurements with nothing else loaded.
 
     Attributes:
         probes: of the variants of vLLM; the first is taken.
@@ -70,7 +70,7 @@ class IsolatedRuns:
     controls: dict[str, Rates] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """For the file."""
+        """Return the content of the file."""
         return {"vllm_ways": [each.as_json() for each in self.probes], "controls": self.controls}
 
 

@@ -40,17 +40,17 @@ from thresholds import verdict
 
 BASE, FORMATS = "bfloat16", ("int8", "fp8", "int4")
 MOST_CHANGE = {"int8": 0.1, "fp8": 0.5, "int4": 2.0}
-"""Of the perplexity, in percent."""
+"""Largest change of the perplexity, in percent."""
 LEAST_AGREEMENT = {"int8": 99.5, "fp8": 98.5}
 """Percent of the tokens."""
 LEAST_RATIO = {"int8": 1.4}
-"""Of decoded tokens per second, to bfloat16."""
+"""Least ratio of decoded tokens per second to those of bfloat16."""
 ROWS, CONTEXT, BLOCK_SIZE, STEPS = 32, 2048, 16, 16
 
 
 @dataclass
 class Format:
-    """What was measured of one format.
+    """Measurements of one format.
 
     Attributes:
         bytes_per_token: K and V of all layers of llama-135m.
@@ -64,7 +64,7 @@ class Format:
     rates: list[float] = field(default_factory=list)
 
     def change_of_perplexity(self, base: "Format") -> float:
-        """In percent."""
+        """Return the change of the perplexity, in percent."""
         pairs = zip(base.logprobs, self.logprobs, strict=True)
         return 100 * math.expm1(math.fsum(a - b for a, b in pairs) / len(self.logprobs))
 
@@ -73,7 +73,7 @@ class Format:
         return 100 * statistics.mean(a == b for a, b in zip(base.best, self.best, strict=True))
 
     def ratios(self, base: "Format") -> list[float]:
-        """Of the rates, round by round."""
+        """Return the ratios of the rates, round by round."""
         return [a / b for a, b in zip(self.rates, base.rates, strict=True)]
 
 

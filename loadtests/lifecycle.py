@@ -23,7 +23,7 @@ CORE = (BASE, TRITON)
 
 @dataclass
 class Idleness:
-    """How much a side computed while others had their turn, in seconds."""
+    """Computation of a side while others had their turn, in seconds."""
 
     waited: float = 0.0
     computed: float = 0.0
@@ -62,7 +62,7 @@ class SideSet:
 
 @dataclass
 class Launcher:
-    """How the sides of a run are started.
+    """A way to start the sides of a run.
 
     Attributes:
         settings: `model`, `dtype` and `max_model_len`, of all sides.

@@ -1,6 +1,6 @@
-"""What the machine could do at most for a model: the limit that measured rates are compared with.
+"""Limits of the machine for a model, with which measured rates are compared.
 
-Pure functions of a model's shape, of what is asked of it, and of one reading of the machine (see
+Pure functions of a model's shape, of the work, and of one reading of the machine (see
 workers/limits_worker.py). Roofline: a step takes as long as its multiplications at the bf16 rate,
 or as reading the weights once, whichever is longer; reading the KV cache comes on top. Prompts are
 multiplied with the keys and values of their own tokens, too.
@@ -24,7 +24,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class ModelCost:
-    """What a token costs.
+    """Cost of a token.
 
     Attributes:
         body_parameters: of the layers' matrices, which every token is multiplied with.
@@ -117,7 +117,7 @@ def prompt_limit(cost: ModelCost, machine: Machine, work: Work) -> float:
 
 
 def achieved_gb_s(cost: ModelCost, tokens_per_second: float, work: Work) -> float:
-    """What decoding one sequence at this rate reads, in GB/s."""
+    """Return the memory that decoding one sequence at this rate reads, in GB/s."""
     return tokens_per_second * cost.decode_bytes(work.mean_context) / 1e9
 
 

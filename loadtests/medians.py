@@ -1,6 +1,6 @@
-"""How sure a median is: the interval in which the median of what was sampled from lies.
+"""Confidence intervals of medians.
 
-A pure function; must not know what was measured, or what it must reach.
+A pure function; must not know what was measured, or its goal.
 """
 
 import math
@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 CONFIDENCE = 0.95
-"""That an interval has the median with, at least."""
+"""Least probability that an interval contains the median."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """Where a median lies, with probability `confidence`."""
+    """Confidence interval of a median; it contains it with probability `confidence`."""
 
     low: float
     high: float

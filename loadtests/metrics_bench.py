@@ -39,19 +39,19 @@ from turns import draw_waves, engine_settings
 GOAL = 0.01
 NUM_TOKENS = 128
 LEAST_S = 20.0
-"""Of either part beside the scheduling thread."""
+"""Shortest measurement, in seconds, of either part beside the scheduling thread."""
 
 
 @dataclass(frozen=True)
 class OfSteps:
-    """Of one step, on the scheduling thread."""
+    """Times of one step, on the scheduling thread."""
 
     metrics_us: float
     step_us: float
 
     @property
     def share(self) -> float:
-        """Of the step."""
+        """Share of the step's time that the metrics take."""
         return self.metrics_us / self.step_us
 
 
@@ -108,7 +108,7 @@ def measure_steps(rows: int, repetitions: int) -> OfSteps:
 
 
 class ProcessorTime:
-    """What the updating thread and its tritonserver compute from now on."""
+    """Processor time of the updating thread and its tritonserver from now on."""
 
     def __init__(self, server: psutil.Process) -> None:
         self._server = server
@@ -118,7 +118,7 @@ class ProcessorTime:
         self._began, self._before = time.perf_counter(), self._seconds()
 
     def per_second(self) -> Beside:
-        """Since then."""
+        """Measure the processor time per second since then."""
         passed = time.perf_counter() - self._began
         now = self._seconds()
         thread, tritonserver = (

@@ -32,10 +32,10 @@ from support.serving import Serving
 
 READ_EVERY_S = 1.0
 SEND_EVERY_MS = 200
-"""How often spans are sent. By default it is five seconds, and spans of one turn would be sent in
-the next."""
+"""Interval at which spans are sent, in milliseconds. By default it is five seconds, and spans of
+one turn would be sent in the next."""
 QUIET_S = 0.5
-"""So long nothing is sent by those that have nothing left."""
+"""Silence after which senders have nothing left, in seconds."""
 DRAIN_S = 30.0
 NUM_SENDERS = 2
 """tritonserver and the scheduler."""
@@ -164,7 +164,7 @@ class Collector:
         self.url = f"http://127.0.0.1:{int(process.stdout.readline())}"
 
     def counted(self) -> dict[str, Any]:
-        """How many requests came so far, and from which senders."""
+        """Count the requests that came so far, and their senders."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write("\n")

@@ -55,13 +55,13 @@ OFF, METRICS, TRACES, EVERYTHING = "unobserved", "metrics read", "traced", "ever
 OTHER = "other source"
 SIDES = (METRICS, TRACES, EVERYTHING)
 GOALS = {METRICS: 0.99}
-"""Of tokens per second over those of `OFF`; the others have none."""
+"""Least ratios of tokens per second to those of `OFF`; the others have none."""
 TURN_S = 10.0
 
 
 @dataclass
 class Case:
-    """What was found with one model and so many requests at once.
+    """Measurements of one model and one number of requests at once.
 
     Attributes:
         num_waves: of a turn. figures: of each side that took part, one entry per turn.
@@ -87,7 +87,7 @@ class Case:
         return ratio(self.rates(name), self.rates(OFF))
 
     def as_json(self) -> dict[str, Any]:
-        """What is recorded of it."""
+        """Return its part of the record."""
         shares = {name: self.share(name) for name in self.observed}
         ratios = {
             name: asdict(share)
@@ -98,7 +98,7 @@ class Case:
 
 
 Results = dict[tuple[str, int], Case]
-"""By model and concurrency."""
+"""Cases by model and concurrency."""
 
 
 def main() -> None:
@@ -174,7 +174,7 @@ def _start(
 def _waves_of_a_turn(
     side: ObservedSide, prompts: Callable[[int], Waves], count: int, turn_s: float
 ) -> int:
-    """How many waves take so many seconds on this side, by shorter turns before."""
+    """Return the number of waves of so many seconds on this side, by shorter turns before."""
     num_waves = least_waves(count)
     for seconds in (turn_s / 4, turn_s):
         traces = side.run(prompts(num_waves))
@@ -226,7 +226,7 @@ def write_plot(results: Results, path: Path) -> None:
 
 
 def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """What the command line says."""
+    """Parse the command line."""
     parser = make_parser(__doc__)
     add_turns(parser, ["demo"])
     parser.add_argument(

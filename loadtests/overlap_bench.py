@@ -49,7 +49,7 @@ GOALS = {1: 0.95, 8: 0.92, 32: 0.92}
 
 @dataclass
 class Turns:
-    """What one side did in one case, turn by turn.
+    """Measurements of one side in one case, turn by turn.
 
     Attributes:
         figures: see `figures.decode_figures`.
@@ -65,7 +65,7 @@ class Turns:
 
 
 Results = dict[tuple[str, int], dict[str, Turns]]
-"""By model and concurrency, then by side."""
+"""Turns by model and concurrency, then by side."""
 
 
 def main() -> None:

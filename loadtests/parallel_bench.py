@@ -52,7 +52,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Turns:
-    """What one engine did at one concurrency, turn by turn.
+    """Measurements of one engine at one concurrency, turn by turn.
 
     Attributes:
         rates: output tokens per second.
@@ -68,7 +68,7 @@ class Turns:
 
 
 Results = dict[int, dict[str, Turns]]
-"""By concurrency and engine."""
+"""Turns by concurrency and engine."""
 
 
 def main() -> None:
@@ -186,7 +186,7 @@ def as_markdown(results: Results) -> str:
 
 
 def write_plot(results: Results, about: dict[str, Any], path: Path) -> None:
-    """Gains beside the goal, and where the first rank's time went."""
+    """Draw the gains beside the goal, and the parts of the first rank's time."""
     figure = make_figure(12, 4.4)
     left, right = figure.subplots(1, 2)
     names = [name for name in next(iter(results.values())) if name != BASE]

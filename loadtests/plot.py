@@ -1,4 +1,4 @@
-"""What all pictures have in common: figures that no window shows, their head, bars of ratios.
+"""Common parts of all pictures: figures that no window shows, their head, bars of ratios.
 
 Must not know what was measured.
 """

@@ -153,7 +153,7 @@ def runs(
 
 
 def write_plot(found: dict[str, list[RunReport]], path: Path) -> None:
-    """For each traffic: what requests waited, and how many were in time, by policy."""
+    """Draw, for each traffic, the requests' waits and how many were in time, by policy."""
     figure = make_figure(18, 5)
     axes = figure.subplots(1, 4)
     parts = (

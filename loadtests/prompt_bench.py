@@ -94,7 +94,7 @@ class Sent:
     computed_s: dict[str, float]
 
     def case(self, steps: Sequence[StepRecord]) -> Case:
-        """With what its steps took."""
+        """Make a case of it with the time of its steps."""
         own = [one.seconds for one in steps if self.sent_at < one.submitted_at < self.received_at]
         return Case(
             self.way,
@@ -108,7 +108,7 @@ class Sent:
 
 
 class Footprint:
-    """How much memory a server's processes have at most from now on, and how long they compute."""
+    """Peak memory and processor time of a server's processes from now on."""
 
     def __init__(self, server: TritonServer) -> None:
         processes = (
@@ -148,7 +148,10 @@ class Footprint:
 
 
 def _computed_s(pid: int) -> float:
-    """Of all threads that a process has or had; its clock, as clock_getcpuclockid(3) gives it."""
+    """Return the processor seconds of all threads that a process has or had.
+
+    Its clock is that of clock_getcpuclockid(3).
+    """
     return time.clock_gettime(~pid << 3 | 2)
 
 
@@ -197,7 +200,10 @@ class Prompts:
         return Sent(way, length, counted, sent_at, received_at, footprint.grown(), computed)
 
     def _text(self, ids: list[int]) -> str:
-        """Some text of as many tokens: that of these ids, twice, may have more, and is cut."""
+        """Return a text of as many tokens as `ids`.
+
+        The text of these ids, twice, may have more, and is cut.
+        """
         text = self._tokenizer.decode([*ids, *ids])
         return text[: self._tokenizer.encode(text).offsets[len(ids) - 1][1]]
 

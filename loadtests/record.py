@@ -1,4 +1,4 @@
-"""What is recorded of every run, and where: date, command, commit, machine; results/DATE-NAME.
+"""Records of all runs: date, command, commit, machine; in results/DATE-NAME.
 
 Owns the circumstances of a run, the names and the writing of its files, and that results/ takes
 only runs of a commit that others can check out. Must not know what was measured.
@@ -22,7 +22,7 @@ RESULTS = "results"
 
 
 def circumstances(script: str) -> dict[str, Any]:
-    """When, how, of what and where `script`, a file of this folder, runs."""
+    """Describe the run of `script`, a file of this folder: date, command, commit and machine."""
     fields = dict(line.split(":", 1) for line in _output("lscpu").splitlines() if ":" in line)
     names = ("Model name", "CPU(s)", "CPU family", "Model", "L2 cache", "L3 cache")
     return {
@@ -113,7 +113,7 @@ def _file(stem: Path, ending: str) -> Path:
 
 
 def is_in_history(found: str, folder: Path = LOADTESTS) -> bool:
-    """Whether what is checked out descends from this commit, so that others have it, too."""
+    """Return whether the checked out commit descends from this one, so that others have it, too."""
     command = ("git", "merge-base", "--is-ancestor", found, "HEAD")
     return subprocess.run(command, cwd=folder, capture_output=True, check=False).returncode == 0
 

@@ -1,4 +1,4 @@
-"""What all reports are made of: tables in Markdown. Must not know what was measured."""
+"""Elements of all reports: tables in Markdown. Must not know what was measured."""
 
 from collections.abc import Iterable, Sequence
 

@@ -50,7 +50,7 @@ Tokens = list[tuple[int, ...]]
 
 @dataclass
 class Cell:
-    """What was measured of one length of prompt, with the prefix cache or without.
+    """Measurements of one length of prompt, with the prefix cache or without.
 
     Attributes:
         milliseconds: by side, pair by pair. num_blocks: by side, the peak.

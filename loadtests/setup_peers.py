@@ -29,7 +29,7 @@ LLAMA_CPP = "llama-cpp-python==0.3.36"
 GGUF = "gguf"
 OPENMP = "intel-openmp"
 TCMALLOC = "libtcmalloc-minimal4"
-"""Of Debian; vLLM's documentation has both preloaded."""
+"""A package of Debian; vLLM's documentation has both preloaded."""
 # torch is installed before; the others read images and sound, and would bring other builds of it.
 NOT_NEEDED = {"torch", "torchvision", "torchaudio", "torchcodec"}
 STAMP = ".peer-ready"
@@ -85,7 +85,7 @@ def _install_vllm(python: Path) -> None:
 
 
 def _unpack_tcmalloc(environment: Path) -> None:
-    """Into the environment, from the distribution's package; without one vLLM is run without it."""
+    """Unpack the distribution's package into the environment; vLLM also runs without it."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             subprocess.run(["apt-get", "download", "--quiet", TCMALLOC], cwd=folder, check=True)
@@ -121,7 +121,7 @@ def _refuse_cuda(python: Path) -> None:
 
 
 def _requirements(wheel: Path) -> Iterator[str]:
-    """What the wheel requires without any extra, but for what this benchmark never loads."""
+    """List the wheel's requirements without extras, but for those that are never loaded here."""
     with zipfile.ZipFile(wheel) as archive:
         name = next(n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
         metadata = email.message_from_bytes(archive.read(name))

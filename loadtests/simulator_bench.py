@@ -60,7 +60,7 @@ class Case:
 
     @property
     def error(self) -> float:
-        """How far the simulator is off, as a share of reality."""
+        """Error of the simulator, as a share of reality."""
         return self.simulated / self.real - 1
 
     @property
@@ -70,7 +70,7 @@ class Case:
 
     @property
     def is_met(self) -> bool:
-        """Whether it is within the bar."""
+        """True if it is within the bar."""
         return abs(self.error) <= BARS[self.figure]
 
 
@@ -83,7 +83,7 @@ class Traffic:
 
 
 def traffic_of(trace: Sequence[TraceRequest], count: int, rate: float, seed: int) -> Traffic:
-    """So many requests of a trace, drawn by chance; Poisson's arrivals, or all at once (rate 0)."""
+    """Draw `count` requests of a trace by chance; Poisson's arrivals, or all at once (rate 0)."""
     drawn = random.Random(seed)
     requests = [drawn.choice(trace) for _ in range(count)]
     arrivals, at = [], 0.0
@@ -144,7 +144,7 @@ def capacity(folder: Path) -> float:
 def simulated(
     folder: Path, times: StepTimes, args: EngineArgs, scheduler_args: SchedulerArgs, blocks: int
 ) -> list[TraceRequest]:
-    """What the simulator says of a recorded traffic."""
+    """Simulate a recorded traffic."""
     trace = read_requests(folder / REQUESTS)
     setting = Setting(
         engine_args=args,
@@ -177,7 +177,7 @@ def figures(parts: Sequence[Sequence[TraceRequest]]) -> dict[str, float]:
 
 
 def _seconds(requests: Sequence[TraceRequest]) -> float:
-    """From the first arrival to the last end."""
+    """Return the seconds from the first arrival to the last end."""
     ends = [one.timestamp + one.total_ms for one in requests if one.total_ms is not None]
     return (max(ends) - min(one.timestamp for one in requests)) / 1000
 

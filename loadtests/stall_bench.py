@@ -42,10 +42,10 @@ ALONE_S = 1.5
 
 @dataclass(frozen=True)
 class Case:
-    """What one setting gave: milliseconds between tokens, and until the prompts' first tokens.
+    """Results of one setting: milliseconds between tokens, and until the prompts' first tokens.
 
     Attributes:
-        setting: for people.
+        setting: name for people.
         alone_p50, alone_p99: of the streams by themselves. beside_*: beside a long prompt.
         ttft: median of the long prompts, in seconds.
         beside_rate: tokens per second of all streams beside a long prompt.
@@ -62,7 +62,7 @@ class Case:
 
     @property
     def ratio(self) -> float:
-        """Of the time between tokens beside a prompt and alone, at the 99th percentile."""
+        """Ratio of the times between tokens beside a prompt and alone, at the 99th percentile."""
         return self.beside_p99 / self.alone_p99
 
 
@@ -145,7 +145,7 @@ def run(setting: str, values: Sequence[str], options: argparse.Namespace) -> Cas
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, tuple[str, ...]]:
-    """What is compared, by its name for people: settings of the server."""
+    """Return the settings of the server that are compared, by name for people."""
     if options.chunks:
         return {
             f"chunks of {size:,}": (f"max_num_batched_tokens={size + options.streams}",)

@@ -37,7 +37,7 @@ class Request(NamedTuple):
 
 
 Waves = Sequence[Sequence[Request]]
-"""Those of a wave are handed over at once, one wave after the other."""
+"""Requests wave by wave. Those of a wave are handed over at once, one wave after the other."""
 
 
 class SideError(Exception):
@@ -46,7 +46,7 @@ class SideError(Exception):
 
 @dataclass(slots=True)
 class Trace:
-    """When tokens of one request came, in seconds since its wave was handed over."""
+    """Times of one request's tokens, in seconds since its wave was handed over."""
 
     arrivals: list[float] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
@@ -63,7 +63,7 @@ class Trace:
 
 @dataclass(slots=True)
 class WaveTrace:
-    """What became of one wave."""
+    """Times of one wave."""
 
     seconds: float
     requests: list[Trace]
@@ -213,12 +213,12 @@ class WorkerSide(Worker):
 
 @dataclass(frozen=True)
 class SideSpec:
-    """Where a side in a process of its own comes from.
+    """Location of a side that runs in a process of its own.
 
     Attributes:
         environment: beside this repository's other files; None is the running Python.
         settings: of its own, beside those of all sides.
-        peer: what loadtests/setup_peers.py calls it.
+        peer: its name in loadtests/setup_peers.py.
     """
 
     script: str
@@ -228,13 +228,13 @@ class SideSpec:
 
     @property
     def python(self) -> Path:
-        """What runs its worker."""
+        """Python that runs its worker."""
         if self.environment is None:
             return Path(sys.executable)
         return ROOT / self.environment / "bin" / "python"
 
     def missing(self) -> str | None:
-        """How to install it, where it is not."""
+        """Tell how to install it; None if it is installed."""
         if self.python.exists():
             return None
         return f"not installed; `python loadtests/setup_peers.py {self.peer}` installs it"
@@ -250,6 +250,6 @@ SPECS = {
     Q8_0: SideSpec("llamacpp_worker.py", ".venv-llamacpp", "llamacpp", {"kinds": ["q8_0"]}),
 }
 NAMES = (BASE, TRITON, "transformers", VLLM, LLAMA_CPP)
-"""In bfloat16, or what comes nearest."""
+"""Sides in bfloat16, or the nearest format that they have."""
 QUANTIZED = {INT8: BASE, Q8_0: LLAMA_CPP}
 """Sides with 8-bit weights, and those that they are beside."""

@@ -1,4 +1,4 @@
-"""How repetitive a text is: what share of it can be guessed by looking it up in itself.
+"""Repetitiveness of a text: the share of it that can be guessed by looking it up in itself.
 
 Such text goes in circles, as tables call it.
 

@@ -34,12 +34,12 @@ class Traffic:
     share_left_out: float
 
     def stretch(self, count: int, shuffler: random.Random) -> tuple[tuple[int, int], ...]:
-        """So many consecutive requests, from a place that is drawn."""
+        """Return `count` consecutive requests, from a place that is drawn."""
         start = shuffler.randrange(len(self.lengths) - count + 1)
         return self.lengths[start : start + count]
 
     def as_json(self) -> dict[str, Any]:
-        """For the file."""
+        """Return the content of the file."""
         prompts, answers = zip(*self.lengths, strict=True)
         return {
             "name": self.name,

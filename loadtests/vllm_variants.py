@@ -21,12 +21,12 @@ TCMALLOC = "usr/lib/*/libtcmalloc_minimal.so.4"
 BUDGET = "BENCH_MAX_NUM_BATCHED_TOKENS"
 """Variable with vLLM's `max_num_batched_tokens`, for its worker; without it vLLM decides."""
 BUDGETS = (2048, 16384)
-"""That are tried beside vLLM's own where prompts are long. That of vLLM 0.32 on CPUs is 4,096."""
+"""Tokens of a step to try beside vLLM's own with long prompts; vLLM 0.32 on CPUs has 4,096."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """How a side is launched: a name for people, and the variables of its environment."""
+    """A way to launch a side: a name for people, and the variables of its environment."""
 
     name: str
     variables: Mapping[str, str]
@@ -67,7 +67,7 @@ def with_budgets(variant: Variant) -> list[Variant]:
 
 
 def variants_named(variants: Sequence[Variant], names: Sequence[str]) -> list[Variant]:
-    """Those of these names among `variants` and the same with other numbers of tokens in a step.
+    """Find variants by name, among `variants` and these with other numbers of tokens in a step.
 
     Raises:
         ValueError: there is none of a name; the text has all that there are.

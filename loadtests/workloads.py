@@ -25,7 +25,7 @@ Kind = Literal["decode", "prefill", "traces"]
 
 @dataclass(frozen=True)
 class Entry:
-    """What one side does in a round; `label` is what tables call it."""
+    """Work of one side in a round; `label` is its name in tables."""
 
     label: str
     side: str
@@ -56,12 +56,12 @@ class Round:
 
     @property
     def has_long_prompts(self) -> bool:
-        """Whether its prompts may be longer than a step."""
+        """True if its prompts may be longer than a step."""
         return self.is_long or self.traffic is not None
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Name for people."""
         what = f" of {self.prompt_tokens:,} tokens" if self.is_long else ""
         if self.traffic is not None:
             what = f" of {self.traffic.name}"
@@ -93,7 +93,7 @@ class Round:
         return shuffler.sample(self.entries, len(self.entries))
 
     def _lengths(self, shuffler: random.Random) -> Sequence[tuple[int, int]]:
-        """Of the prompts of one wave, and of what is to follow them."""
+        """Draw the lengths of one wave's prompts, and of their completions."""
         if self.traffic is not None:
             return self.traffic.stretch(self.concurrency, shuffler)
         assert self.prompt_tokens is not None

@@ -1,4 +1,4 @@
-"""When to retry.
+"""Schedule of retries.
 
 Owns the schedule: exponential back-off with jitter, within the call's total timeout, and not
 before the time that the server names. Must not know what is retried; time and chance are arguments.
@@ -12,7 +12,7 @@ from charonia_client.errors import CharoniaClientError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
-    """How often to try, and how long to wait in between.
+    """Number of attempts, and the waits in between.
 
     Only errors with `is_retryable` are retried, and only while nothing was received.
 

@@ -60,7 +60,7 @@ class Call:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the last chunk was received."""
+        """True if the last chunk was received."""
         return self.last is not None and self.last.is_final
 
     def limits(self) -> Limits:

@@ -68,12 +68,12 @@ PositionLogprobs = tuple[TokenLogprob, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """What one response brings for one sample: new text and tokens.
+    """Content of one response for one sample: new text and tokens.
 
-    What was not asked for (see `include`) is empty or None.
+    Fields that were not asked for (see `include`) are empty or None.
 
     Attributes:
-        index: which of the request's `n` samples it belongs to.
+        index: index of the sample, of the request's `n`.
         finish_reason: of the sample, in its last chunk; None in all others.
         is_final: whether this is the request's last chunk: all samples have ended.
         logprobs: per new token. prompt_logprobs: per prompt token, in the first chunk; None for
@@ -279,5 +279,5 @@ class Health:
 
     @property
     def is_serving(self) -> bool:
-        """Whether the server and all models that were asked for are ready."""
+        """True if the server and all models that were asked for are ready."""
         return self.is_live and self.is_ready and all(self.models.values())

@@ -1,4 +1,4 @@
-"""What the dashboards show: panels, and the queries behind them.
+"""Content of the dashboards: panels, and the queries behind them.
 
 Owns titles, queries and units. Must not know Grafana; `dashboards.py` makes its JSON of these.
 

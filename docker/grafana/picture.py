@@ -33,7 +33,7 @@ UNITS = {
     "binBps": " B/s",
 }
 MAX_NAMES = 9
-"""In a legend; there is no room for more."""
+"""Most names in a legend; there is no room for more."""
 
 # In inches. Grafana's grid has 24 columns.
 COLUMNS, COLUMN, ROW, TITLE = 24, 0.56, 0.3, 0.4
@@ -91,7 +91,7 @@ class Source:
         return found
 
     def is_last(self, line: Line) -> bool:
-        """Whether a series goes on to the end."""
+        """Return whether a series goes on to the end."""
         return line.times[-1] > self.seconds - 2 * self._step
 
 

@@ -45,7 +45,10 @@ KINDS: list[tuple[str, Do, str]] = [
 
 
 def loads(num: int, server: TritonServer, log: list[str], seed: int) -> Iterator[Trial]:
-    """So many loads, in random order, each kind as often as the others; until the server ends."""
+    """Load models `num` times, in random order, each kind as often as the others.
+
+    It stops when the server has ended.
+    """
     draw = random.Random(seed)
     order = [KINDS[index % len(KINDS)] for index in range(num)]
     draw.shuffle(order)
@@ -63,7 +66,7 @@ def loads(num: int, server: TritonServer, log: list[str], seed: int) -> Iterator
 
 
 def holding(server: TritonServer) -> Holding:
-    """What tritonserver holds now."""
+    """Measure tritonserver's memory, file descriptors and threads."""
     process = psutil.Process(server.pid)
     return Holding(process.memory_info().rss, process.num_fds(), process.num_threads())
 
@@ -94,7 +97,7 @@ def _use(
 
 
 def _judge(stream: LiveStream, whole: list[int], *, may_end: bool) -> list[str]:
-    """What is wrong with how a stream ended."""
+    """Describe what is wrong with the end of a stream."""
     try:
         stream.wait_over()
     except AssertionError as error:
@@ -112,7 +115,7 @@ def _start(server: TritonServer, model: str) -> LiveStream:
 
 
 def _short_answers(server: TritonServer) -> list[list[int]]:
-    """What each way in makes of the same prompt."""
+    """Return the token ids of the same prompt's answer from each model that clients call."""
     inputs = request_inputs(PROMPT, SAMPLING | {"max_tokens": SHORT}, return_token_ids=True)
     streamed = [
         ids_of(stream_grpc(server, inputs | {"stream": True}, model))

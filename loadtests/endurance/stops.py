@@ -28,7 +28,7 @@ START_S = 5.0  # about as long as a server takes until it serves
 RECOVERY_S = 2.0  # and an engine until it is back
 
 Prepare = Callable[[Serving, random.Random], list[LiveStream]]
-"""Brings a server that was just started into a state; returns the streams that are live in it."""
+"""A way to bring a new server into a state; returns the streams that are live in it."""
 
 
 def _idle(serving: Serving, draw: random.Random) -> list[LiveStream]:
@@ -81,7 +81,7 @@ NOT_IN_TIME = "Exit timeout expired"
 
 
 def stops(num: int, model: Path, seed: int) -> Iterator[Trial]:
-    """So many stops, in turns of all states and signals."""
+    """Stop a server `num` times, with all states and signals in turns."""
     draw = random.Random(seed)
     for index in range(num):
         state = list(STATES)[index % len(STATES)]

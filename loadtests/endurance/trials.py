@@ -46,7 +46,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Holding:
-    """What tritonserver holds at one moment."""
+    """Resources that tritonserver holds at one moment."""
 
     rss_bytes: int
     num_fds: int
@@ -70,11 +70,11 @@ class Report:
 
     @property
     def holds(self) -> bool:
-        """Whether all were done, and clean."""
+        """True if all were done, and clean."""
         return len(self.trials) == self.num_ordered and not any(t.findings for t in self.trials)
 
     def as_json(self) -> dict[str, Any]:
-        """For the file."""
+        """Return the content of the file."""
         return {
             "about": self.about,
             "holds": self.holds,

@@ -1,7 +1,7 @@
-"""What clients ask for, and what became of each call.
+"""Requests of clients, and the outcome of each call.
 
 Owns the requests and how an answer is judged by itself. Must not know faults: whether an error was
-to be expected is not said here.
+to be expected is decided elsewhere.
 """
 
 import random
@@ -21,14 +21,14 @@ WAYS_IN: Sequence[tuple[Protocol, str]] = (
 PROMPT_TOKENS = (1, 2, 5, 15, 16, 17, 33, 60, 100)
 NEW_TOKENS = (250, 500)
 FEW_NEW_TOKENS = (20, 60)
-"""Of every other request to `llm`, so that the tokenizer is busy, and of unary ones, of which a
-client sees nothing before the end."""
+"""Range of new tokens of some requests, fewest and most. These are every other request to `llm`, so
+that the tokenizer is busy, and unary ones, of which a client sees nothing before the end."""
 _CLIENT_TIMEOUT_S = 3600.0  # the campaign decides what hangs, not the client
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for, and the way in."""
+    """Content of a request, and its way in: the protocol and the model."""
 
     prompt_ids: Sequence[int]
     protocol: Protocol
@@ -63,12 +63,12 @@ def make_requests(count: int, first_id: int, last_id: int, seed: int) -> list[Re
 
 @dataclass(frozen=True)
 class Answer:
-    """How a call ended; times are `time.monotonic`.
+    """End of a call; times are `time.monotonic`.
 
     Attributes:
-        who: called. entry: the model that was called.
+        who: name of the caller. entry: the model that was called.
         restarts: of the engine, that it outlived.
-        error: what the client was told, or what is wrong with the sequence of its responses.
+        error: message to the client, or the fault in the sequence of its responses.
         equals: its tokens, as many as came, are those of the undisturbed run.
     """
 
@@ -106,17 +106,17 @@ class Call:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has been answered."""
+        """True if it has been answered."""
         return self._stream.is_over
 
     @property
     def ended_at(self) -> float | None:
-        """When it was answered."""
+        """Time of the end of its answer; None before."""
         return self._stream.ended_at
 
     @property
     def token_ids(self) -> list[int]:
-        """That came so far."""
+        """Token ids that have come so far."""
         return self._stream.token_ids
 
     def arrivals(self) -> Iterator[Arrival]:
@@ -127,7 +127,7 @@ class Call:
             before = total
 
     def answer(self) -> Answer:
-        """How it ended; it is over."""
+        """Describe the end of a call that is over."""
         stream = self._stream
         error = stream.error
         if error is None and stream.finish_reason != "length":

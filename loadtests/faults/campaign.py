@@ -32,7 +32,7 @@ IDLE = (
 
 
 def schedule(kinds: Sequence[Kind], num_faults: int, draw: random.Random) -> list[Kind]:
-    """So many faults: rounds of the kinds, each in random order; the first one has all of them.
+    """Draw `num_faults` faults: rounds of the kinds, each in random order; the first has all kinds.
 
     Those that may cost the whole server come last, so that its processes live through all others.
     """
@@ -153,10 +153,12 @@ class Campaign:
         return record
 
     def _wait_resumed(self, done: Strike, before: Counts) -> tuple[dict[int, float], float | None]:
-        """When each lane went on, by its index, without those that hang; when it was mended.
+        """Wait until all lanes go on. Return the times by lane, and when the fault was mended.
+
+        Lanes that hang are left out.
 
         Args:
-            before: the fault.
+            before: counts before the fault.
         """
         resumed: dict[int, float] = {}
         mended_at: float | None = None
@@ -196,10 +198,10 @@ class Campaign:
         return Scene(self._target, before, self._draw, clients.poison, clients.long, exposed)
 
     def _counts(self) -> Counts:
-        """What has been lost so far.
+        """Return what has been lost so far.
 
         Raises:
-            TargetError: the server does not say it.
+            TargetError: the metrics page does not have it.
         """
         counts = wait_for(self._target.counts, lambda found: found is not None, self._deadline)
         if counts is None:

@@ -23,11 +23,11 @@ class Report:
 
     @property
     def holds(self) -> bool:
-        """Whether all verdicts are good."""
+        """True if all verdicts are good."""
         return all(verdict.holds for verdict in verdicts(self.outcome))
 
     def as_json(self) -> dict[str, Any]:
-        """For the file, see `reduced`."""
+        """Return the content of the file, see `reduced`."""
         outcome = self.outcome
         excused = {id(answer) for answer in outcome.excused()}
         whole = {
@@ -140,7 +140,7 @@ def _spread(spread: Spread | None) -> str:
 
 
 def _rests_table(outcome: Outcome) -> str:
-    """What the server held each time."""
+    """Tabulate the server's resources at each rest."""
     footprints = [rest.footprint for rest in outcome.rests]
     rows: list[list[object]] = [
         ["processes", *(len(each.processes) for each in footprints)],

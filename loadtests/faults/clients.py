@@ -1,4 +1,4 @@
-"""Who calls the server: lanes, a call that kills, one with a long prompt; what each must get.
+"""Clients of the server: lanes, a call that kills, one with a long prompt; their right answers.
 
 Owns the requests and their undisturbed answers. Must not know faults.
 """

@@ -1,4 +1,4 @@
-"""What a server holds of the machine: processes, memory, shared memory, temporary files.
+"""A server's resources on the machine: processes, memory, shared memory, temporary files.
 
 Owns how that is counted, and a directory that takes the temporary files of one campaign. Must not
 know faults.
@@ -21,11 +21,11 @@ from charonia.launch.server.tritonserver import TritonServer
 
 @dataclass(frozen=True)
 class ProcessFootprint:
-    """Of one process.
+    """Resources of one process.
 
     Attributes:
         role: the model's name for its own process, else what it runs.
-        created: when, which tells it from another that is given the same number.
+        created: time of its start, which tells it from another process with the same number.
     """
 
     role: str
@@ -38,7 +38,7 @@ class ProcessFootprint:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Of a server at one moment.
+    """Resources of a server at one moment.
 
     Attributes:
         shm_bytes: in /dev/shm.
@@ -49,12 +49,12 @@ class Footprint:
 
     @property
     def roles(self) -> dict[str, int]:
-        """How many processes there are, by role."""
+        """Number of processes, by role."""
         return dict(sorted(Counter(process.role for process in self.processes).items()))
 
     @property
     def rss_bytes(self) -> dict[str, int]:
-        """By role, of all its processes together."""
+        """Resident memory of all processes of a role together, by role."""
         sums: Counter[str] = Counter()
         for process in self.processes:
             sums[process.role] += process.rss_bytes

@@ -1,6 +1,6 @@
-"""How much more each process of a server holds at rest than before the faults.
+"""Growth of each process of a server at rest, compared with before the faults.
 
-Owns the comparison and its bounds. Must not know what else must hold of a campaign.
+Owns the comparison and its bounds. Must not know the other criteria of a campaign.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,29 +12,29 @@ from faults.outcome import FaultRecord, Rest
 
 MAX_FDS = 8
 MAX_THREADS = 4
-"""What need not be a leak, however many faults there were."""
+"""Growth that need not be a leak, for any number of faults."""
 
 MAX_BYTES = 16 * 2**20
 MAX_BYTES_PER_FAULT = 64 * 2**10
-"""Resident memory. Measured over 30 faults: tritonserver took 2.4 MiB more in the first ten, then
-33 KiB per fault with all the calls between two of them, the scheduler 0.5 MiB and 27 KiB. What is
-per fault applies to processes that lived through them."""
+"""Growth of resident memory that need not be a leak. Measured over 30 faults: tritonserver took 2.4
+MiB more in the first ten, then 33 KiB per fault with all the calls between two of them, the
+scheduler 0.5 MiB and 27 KiB. The part per fault applies to processes that lived through them."""
 
 SERVER = "tritonserver"
 KEPT_FDS, KEPT_THREADS, KEPT_BYTES = 1, 35, 2 * 2**20
-"""What tritonserver 2.51.0 has for each process of a model. It keeps it until its own end where the
-process is lost with requests in hand, for the model's sake that these requests still name: 20
-processes left 20 open files, 700 threads and 30 MiB. Their model goes with all its processes."""
+"""Resources that tritonserver 2.51.0 has for each process of a model. If a process is lost while it
+has requests, it keeps them until its own end, for the model's sake that these requests still name:
+20 processes left 20 open files, 700 threads and 30 MiB. Their model goes with all its processes."""
 
 
 @dataclass(frozen=True)
 class Growth:
-    """Of one process: what it has more than itself before some faults, or than its predecessor.
+    """Growth of one process since some faults before, or compared with its predecessor.
 
     Attributes:
-        num_faults: that it lived through; 0 if it took another's place.
+        num_faults: faults that it lived through; 0 if it took another's place.
         num_kept: lost processes of which it may keep something.
-        num_fds: 0 if it did: it was started with what tritonserver had open at that moment.
+        num_fds: 0 if it did: it was started with the files that tritonserver had open then.
     """
 
     role: str
@@ -46,22 +46,22 @@ class Growth:
 
     @property
     def max_rss_bytes(self) -> int:
-        """How much more it may hold."""
+        """Limit of its growth in resident memory."""
         return MAX_BYTES + MAX_BYTES_PER_FAULT * self.num_faults + KEPT_BYTES * self.num_kept
 
     @property
     def max_fds(self) -> int:
-        """How many more files it may have open."""
+        """Limit of its growth in open files."""
         return MAX_FDS + KEPT_FDS * self.num_kept
 
     @property
     def max_threads(self) -> int:
-        """How many more threads it may have."""
+        """Limit of its growth in threads."""
         return MAX_THREADS + KEPT_THREADS * self.num_kept
 
 
 def growths(rests: Sequence[Rest], faults: Sequence[FaultRecord] = ()) -> list[Growth]:
-    """From each rest to the next, of all processes of a role that was there at first."""
+    """Compare each rest with the next, for all processes of a role that the first one has."""
     return [
         growth
         for before, after in pairwise(rests)

@@ -11,10 +11,10 @@ ENTRIES = frozenset({"scheduler", "llm", "generate"})
 """The models that clients call."""
 
 Arguments = Literal["plain", "draft", "suffix", "narrow"]
-"""Of the engine: `draft` and `suffix` guess tokens ahead, `narrow` has too few blocks for all."""
+"""Engine settings: `draft` and `suffix` guess tokens, `narrow` has too few blocks for all."""
 
 Part = Literal["engine", "tokenizer", "postprocessor", "generate", "server"]
-"""What is lost: the processes of one model, or the whole server."""
+"""Part that is lost: the processes of one model, or the whole server."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class Kind:
     every: int = 1
 
     def may_fail(self, entry: str, num_tokens: int) -> bool:
-        """Whether a call that ended while this was being mended may have ended with an error.
+        """Return whether a call that ended before this was mended may have ended with an error.
 
         Args:
-            num_tokens: that had come by then. A call that has one is past the tokenizer.
+            num_tokens: tokens that had come by then. A call that has one is past the tokenizer.
         """
         if self.loses == "engine" or entry not in self.delays:
             return False
@@ -88,4 +88,4 @@ _SERVER = (
     *_of_process("tritonserver", loses="server", max_servers=1, every=2),
 )
 KINDS: dict[str, Kind] = {kind.name: kind for kind in (*_ENGINE, *_BESIDE, *_SERVER)}
-"""By name, in the order of the report."""
+"""Kinds by name, in the order of the report."""

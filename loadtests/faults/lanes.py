@@ -36,7 +36,7 @@ class Lane:
 
     @property
     def is_over(self) -> bool:
-        """Whether the last request has been answered; see `end`."""
+        """True if the last request has been answered; see `end`."""
         return not self._thread.is_alive()
 
     @property
@@ -46,7 +46,7 @@ class Lane:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a token has come since `watch`, or before it of the request under way."""
+        """True if a token has come since `watch`, or before it of the request under way."""
         return any(call.token_ids for call in list(self._watched))
 
     def watch(self) -> None:

@@ -1,6 +1,6 @@
-"""What was seen of a campaign: every fault, every answer, the server at rest, and sums of that.
+"""Observations of a campaign: every fault, every answer, the server at rest, and their sums.
 
-Owns the data. Must not know how any of it was observed, nor what must hold.
+Owns the data. Must not know how any of it was observed, nor the criteria.
 """
 
 import statistics
@@ -41,7 +41,7 @@ class FaultRecord:
     hanging: Sequence[int]
 
     def excuses(self, answer: Answer) -> bool:
-        """Whether a call may have ended with an error because of this fault."""
+        """Return whether a call may have ended with an error because of this fault."""
         if not self.at <= answer.ended_at <= self.until:
             return False
         kind = KINDS[self.kind]
@@ -84,7 +84,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class Spread:
-    """Of some values."""
+    """Spread of some values."""
 
     median: float
     percentile_90: float
@@ -126,7 +126,7 @@ class Outcome:
         return [fault for fault in self.faults if fault.kind == kind.name and fault.recovery]
 
     def summary(self) -> dict[str, Summary]:
-        """By the kind's name, of those that occurred."""
+        """Summarize the kinds that occurred, by name."""
         return {
             name: _summary(faults) for name, kind in KINDS.items() if (faults := self.of_kind(kind))
         }

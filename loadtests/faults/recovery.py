@@ -1,4 +1,4 @@
-"""When a stream goes on after a fault, read from the times at which its responses came.
+"""Recovery of a stream after a fault, by the times at which its responses came.
 
 Owns the arithmetic. Must not know servers or clocks: times are arguments, in seconds.
 """
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 Arrival = tuple[float, int]
-"""When a response came, and its tokens."""
+"""Time of a response, in seconds, and its number of tokens."""
 
 MARGIN = 16
 """Tokens that show that a stream goes on, once the server has said that it does. Fewer may have
@@ -15,7 +15,7 @@ been under way already, of the steps in flight."""
 
 
 def resumed_at(arrivals: Iterable[Arrival], since: float, sure_from: float) -> float | None:
-    """When the first token came that the fault had delayed, or None if it is not sure yet.
+    """Return the time of the first token that the fault had delayed; None if it is not sure yet.
 
     It is the one after the longest pause since the fault, up to the `MARGIN`th token that came when
     the engine was known to be back. Before that, any number of tokens may come that a client had

@@ -1,6 +1,6 @@
-"""How each kind of fault is brought about.
+"""Ways to bring about each kind of fault.
 
-Owns what is done to the server's processes. Must not know the streams that suffer from it.
+Owns the actions on the server's processes. Must not know the streams that suffer from it.
 """
 
 import os
@@ -44,7 +44,7 @@ class Strike:
 
     @property
     def ended_at(self) -> float | None:
-        """When the last of it broke, or None: a poisoned call kills until it is answered."""
+        """Time at which the last of it broke; None while a poisoned call, which kills, is open."""
         if not self.is_poisoned:
             return self.at
         assert self.call is not None
@@ -52,7 +52,7 @@ class Strike:
 
     @property
     def is_answered_right(self) -> bool:
-        """Whether a poisoned call got the error that it should, and no token."""
+        """True if a poisoned call got the error that it should, and no token."""
         if not self.is_poisoned:
             return True
         assert self.call is not None
@@ -62,10 +62,10 @@ class Strike:
 
 @dataclass(frozen=True)
 class Scene:
-    """Where a fault is brought about.
+    """Circumstances in which a fault is brought about.
 
     Attributes:
-        before: it. draw: the only source of chance.
+        before: counts before it. draw: the only source of chance.
         poison, long: send a call that kills the engine, or one with a long prompt.
         exposed: calls under way that may fail.
     """
@@ -78,7 +78,7 @@ class Scene:
     exposed: Callable[[], Sequence[Call]]
 
     def has_lost_engines(self, least: int) -> bool:
-        """Whether so many engines were lost and replaced, or one with the whole server."""
+        """Return whether so many engines were lost and replaced, or one with the whole server."""
         now = self.target.counts()
         if now is None:
             return False
@@ -214,4 +214,4 @@ STRIKES: dict[str, Callable[[Scene], Strike]] = {
         for name, signum in _SIGNALS.items()
     },
 }
-"""By the name of the kind."""
+"""Strikes by the name of the kind."""

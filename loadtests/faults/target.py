@@ -35,10 +35,11 @@ class TargetError(Exception):
 
 @dataclass(frozen=True)
 class Counts:
-    """What has been lost so far.
+    """Losses so far.
 
     Attributes:
-        servers: restarts of the whole server. engines: of the engine, in the server that runs now.
+        servers: restarts of the whole server. engines: restarts of the engine, in the server that
+            runs now.
     """
 
     servers: int
@@ -69,7 +70,7 @@ class Target:
 
     @property
     def num_restarts(self) -> int:
-        """How often the whole server came back."""
+        """Number of restarts of the whole server."""
         return max(self._num_served - 1, 0)
 
     def check(self) -> None:
@@ -82,20 +83,20 @@ class Target:
             raise TargetError(f"the server is not brought back: {self._given_up}")
 
     def counts(self) -> Counts | None:
-        """What has been lost; None while the server cannot be asked."""
+        """Return the losses so far; None while the server cannot be asked."""
         num_servers = self.num_restarts
         samples = self.samples()
         return Counts(num_servers, int(samples[RESTARTS])) if RESTARTS in samples else None
 
     def samples(self) -> dict[str, float]:
-        """What the metrics page says, see `samples_of`; nothing while there is none."""
+        """Read the metrics page, see `samples_of`; empty while there is none."""
         try:
             return samples_of(read_page(self.server.metrics_url))
         except httpx.HTTPError:
             return {}
 
     def is_loaded(self, model: str) -> bool:
-        """Whether Triton says that a model is ready."""
+        """Return whether Triton reports a model as ready."""
         url = f"http://{self.server.http_url}/v2/models/{model}/ready"
         try:
             return httpx.get(url, timeout=5.0).status_code == 200
@@ -103,7 +104,7 @@ class Target:
             return False
 
     def engine_arguments(self) -> dict[str, Any]:
-        """Those of model.json."""
+        """Read the arguments of the engine from model.json."""
         text = (self.server.repository / "engine" / "1" / "model.json").read_text(encoding="utf-8")
         arguments: dict[str, Any] = json.loads(text)
         return arguments

@@ -1,4 +1,4 @@
-"""What must hold of a campaign.
+"""Criteria of a campaign.
 
 Owns the verdicts and their bounds. Must not know how anything was observed.
 """

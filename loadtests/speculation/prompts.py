@@ -1,4 +1,4 @@
-"""What the models are asked to go on with: prompts that are new each time.
+"""Prompts for the models to continue, new each time.
 
 Owns how prompts are drawn. Must not know sides or cases.
 """
@@ -12,7 +12,7 @@ from charonia.demo.edits import edit_prompt, make_edits
 from charonia.text.tokenizer import Tokenizer
 
 Workload = Callable[[int], list[list[int]]]
-"""So many new prompts, as token ids."""
+"""A function that makes so many new prompts, as token ids."""
 RANDOM_VOCAB = 4096
 # A piece to edit: its tokens, and about the same in characters.
 PIECE_TOKENS = range(240, 321)

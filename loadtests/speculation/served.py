@@ -15,7 +15,7 @@ from triton_side import TritonSide
 
 @dataclass(slots=True)
 class ServedTrace(Trace):
-    """With what the server measured of the request; see model_repository/README.md."""
+    """A trace with the server's measurements of the request; see model_repository/README.md."""
 
     timing: dict[str, Any] = field(default_factory=dict)
 

@@ -16,13 +16,13 @@ from text_repetition import circling_share
 
 @dataclass
 class EntryResult:
-    """What one entry of a round did.
+    """Result of one entry of a round.
 
     Attributes:
         rates: output tokens per second, repetition by repetition.
         outputs: tokens of every request. num_chunks: in which they came; in-process and at
             concurrency 1 a chunk is what one step committed.
-        timings: what a server said of each request; empty in-process.
+        timings: a server's measurements of each request; empty in-process.
     """
 
     rates: list[float] = field(default_factory=list)
@@ -32,11 +32,11 @@ class EntryResult:
 
     @property
     def tokens_per_chunk(self) -> float:
-        """On average."""
+        """Mean number of tokens per chunk."""
         return sum(map(len, self.outputs)) / self.num_chunks
 
     def acceptance(self) -> list[float]:
-        """By position, of the drafts that were made there the share that was accepted."""
+        """Return the share of accepted drafts at each position, of those that were made there."""
         timings = [timing for timing in self.timings if "drafted_at_position" in timing]
         drafted = sum_at_positions([timing["drafted_at_position"] for timing in timings])
         accepted = sum_at_positions([timing["accepted_at_position"] for timing in timings])
@@ -57,16 +57,16 @@ class RoundResult:
 
     @property
     def contender(self) -> EntryResult:
-        """What is judged."""
+        """Result of the entry that is judged."""
         return self.entries[self.round.contender]
 
     @property
     def rates(self) -> dict[str, list[float]]:
-        """By label."""
+        """Rates by label."""
         return {label: entry.rates for label, entry in self.entries.items()}
 
     def circling(self) -> dict[str, float]:
-        """By label, the share of the text that goes in circles."""
+        """Return the share of the text that goes in circles, by label."""
         return {label: circling_share(entry.outputs) for label, entry in self.entries.items()}
 
     def judgement(self) -> Judgement:
@@ -75,7 +75,7 @@ class RoundResult:
         return judge(self.rates, self.round.contender, self.round.bar, circling)
 
     def as_json(self) -> dict[str, Any]:
-        """For the file."""
+        """Return the content of the file."""
         names = ("case", "what", "concurrency", "new_tokens", "sampling", "num_warm_ups")
         return {
             **{name: getattr(self.round, name) for name in names},
@@ -99,7 +99,7 @@ class Report:
     rounds: list[RoundResult] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """For the file."""
+        """Return the content of the file."""
         return {"about": self.about, "rounds": [result.as_json() for result in self.rounds]}
 
     def of_case(self, case: str) -> list[RoundResult]:

@@ -1,4 +1,4 @@
-"""What is measured: which engines, what they are asked for, and which bar their rates must reach.
+"""Cases to measure: the engines, their prompts, and the bar that their rates must reach.
 
 Owns the cases and their sizes. Pure; must not know how a side is run.
 
@@ -26,9 +26,9 @@ SHAPE_CONCURRENCY = (1, 4, 16)
 TEMPERATURES = (0.0, 1.0)
 """Of `demo`; at 0, which most will try first, its text goes in circles and counts nowhere."""
 SAMPLING = {"temperature": 1.0}
-"""Of all that is not copied: nothing lower keeps models so small from going in circles."""
+"""Sampling of all text that is not copied. At lower temperatures it goes in circles."""
 WARM_UP_TOKENS = 500
-"""Of each row; some two hundred steps, in which adaptive entries learn what steps cost."""
+"""Tokens of each row: some two hundred steps, in which adaptive entries learn their costs."""
 
 DRAFT_SHAPE = SHAPES["llama-135m"] | {
     "hidden_size": 288,

@@ -1,4 +1,4 @@
-"""From alternating measurements to a judgement, and sums over the positions of drafts.
+"""Judgement of alternating measurements, and sums over the positions of drafts.
 
 Pure functions and values; must not know sides, cases or files.
 """

@@ -30,7 +30,7 @@ _LAYER_NAMES = {
     "post_attention_layernorm": "ffn_norm",
 }
 Q8_0_VALUES = 32
-"""In a block."""
+"""Values of a block."""
 _NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
@@ -74,7 +74,7 @@ def write_gguf(checkpoint: Path, target: Path, kind: str) -> Path:
 
 
 def gguf_name(name: str) -> str:
-    """What GGUF calls a tensor of the checkpoint."""
+    """Return GGUF's name of a tensor of the checkpoint."""
     stem = name.removesuffix(".weight")
     if stem in _NAMES:
         return f"{_NAMES[stem]}.weight"

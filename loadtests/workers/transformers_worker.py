@@ -9,7 +9,7 @@ from worker import Request, Wave, serve_engine
 
 
 class _Watch(StoppingCriteria):
-    """Never stops anything; sees every step's tokens."""
+    """A criterion that stops nothing, but sees every step's tokens."""
 
     def __init__(self, wave: Wave) -> None:
         self._wave = wave

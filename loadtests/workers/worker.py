@@ -1,4 +1,4 @@
-"""What every worker shares: JSON lines on stdin and stdout, and when tokens were seen.
+"""Common parts of all workers: JSON lines on stdin and stdout, and the times of tokens.
 
     driver                                   worker, one per side, in that side's own Python
       │  {"model": …, "dtype": …}  ────────►  loads
@@ -9,8 +9,8 @@
       │  end of input ──────────────────────►  ends
 
 A wave is a number of requests that are handed over at once; the next one begins when the last token
-of the one before has come. Seconds are measured here, around the work and nothing else. Whatever
-the engine prints goes to stderr, so that stdout carries answers only. Standard library only.
+of the one before has come. Seconds are measured here, around the work and nothing else. The
+engine's own lines go to stderr, so that stdout carries answers only. Standard library only.
 """
 
 import json
@@ -29,7 +29,7 @@ class Request(NamedTuple):
 
 
 class Wave:
-    """When tokens of a wave's requests came, in seconds since the wave was handed over."""
+    """Times of the tokens of a wave's requests, in seconds since the wave was handed over."""
 
     def __init__(self, num_requests: int) -> None:
         self._requests: list[dict[str, list[Any]]] = [
@@ -47,7 +47,7 @@ class Wave:
         request["tokens"].extend(token_ids)
 
     def as_answer(self) -> dict[str, Any]:
-        """In the protocol's form."""
+        """Return the answer of the protocol."""
         return {"seconds": self._ended - self._started, "requests": self._requests}
 
 

@@ -40,7 +40,7 @@ def read_json_object(path: Path, *, is_optional: bool = False) -> dict[str, Any]
 
 
 def is_one_of(value: Any, accepted: Iterable[Any]) -> bool:
-    """Whether a JSON value is one of several; unlike in Python, 0 is not false and 1 not true."""
+    """Return whether a JSON value is one of several, where 0 is not false and 1 not true."""
     return any(
         value == one and isinstance(value, bool) == isinstance(one, bool) for one in accepted
     )

@@ -21,7 +21,7 @@ from typing import Literal
 
 Level = Literal["error", "warning", "info", "debug"]
 LEVELS: tuple[Level, ...] = ("error", "warning", "info", "debug")
-"""From the fewest lines to the most: a level also shows the lines of those before it."""
+"""Levels, from the fewest lines to the most: a level also shows the lines of those before it."""
 _RANKS = {level: rank for rank, level in enumerate(LEVELS)}
 _LEVEL = re.compile(r"(?:(error|warning|debug): |[a-z][a-z_]* level=(error|warning|debug)(?: |$))")
 _BARE = re.compile(r"[\w.:/+-]+", re.ASCII)
@@ -40,22 +40,22 @@ def event(name: str, /, **fields: object) -> str:
 
 
 def error_event(name: str, /, **fields: object) -> str:
-    """As `event`, for requests that failed, or something that was lost."""
+    """Make an `event` of level error, for requests that failed, or something that was lost."""
     return event(name, level="error", **fields)
 
 
 def exception_event(name: str, /, **fields: object) -> str:
-    """As `error_event`, with the traceback of the exception that is being handled."""
+    """Make an `error_event` with the traceback of the exception that is being handled."""
     return error_event(name, **fields, traceback=traceback.format_exc())
 
 
 def warning_event(name: str, /, **fields: object) -> str:
-    """As `event`, for something that does not work as it should while requests go on."""
+    """Make an `event` of level warning, for a part that does not work while requests go on."""
     return event(name, level="warning", **fields)
 
 
 def debug_event(name: str, /, **fields: object) -> str:
-    """As `event`, for a detail. Ask `Log.shows` before making one."""
+    """Make an `event` of level debug, for a detail. Ask `Log.shows` before making one."""
     return event(name, level="debug", **fields)
 
 
@@ -94,7 +94,7 @@ class Log:
             self._write(line)
 
     def shows(self, level: Level) -> bool:
-        """Whether lines of this level are passed on now."""
+        """Return whether lines of this level are passed on now."""
         return _RANKS[level] <= _RANKS[self._level()]
 
 

@@ -65,10 +65,10 @@ class RequestOutput:
 
 
 class _Arrivals(RequestEvents):
-    """Where the chunks of each live request go.
+    """Queues of the chunks of each live request.
 
     Attributes:
-        of: by key.
+        of: queues by key.
     """
 
     def __init__(self) -> None:

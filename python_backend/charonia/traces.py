@@ -112,7 +112,7 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def work(self) -> StepWork:
-        """What it computed."""
+        """Work of the step."""
         return StepWork(self.num_rows, self.num_tokens, self.num_context, self.num_pairs)
 
 
@@ -184,7 +184,7 @@ def _lines(path: Path, kind: type[T]) -> Iterator[T]:
 
 
 def _is_cut(line: bytes, error: Exception) -> bool:
-    """Whether a line is the incomplete last line of a file."""
+    """Return whether a line is the incomplete last line of a file."""
     is_json = isinstance(error, msgspec.ValidationError)
     return not line.endswith(b"\n") and isinstance(error, msgspec.DecodeError) and not is_json
 

@@ -18,7 +18,7 @@ from support.batches import random_batch, random_pages
 from support.weights import HIDDEN, attention_in_int8, random_attention
 
 HEADS = [(4, 4), (4, 2), (9, 3), (4, 1), (14, 2), (32, 1)]
-"""Of queries and of keys."""
+"""Numbers of heads, of queries and of keys."""
 HEAD_DIMS = [8, 16, 40, 64, 128]
 
 # Around the borders of a block and of the 256 keys of a partial softmax, and anything between.
@@ -46,13 +46,13 @@ def random_step(
 
 
 def rotation_of(head_dim: int, dtype: torch.dtype) -> Rotation:
-    """Of all positions that `rows_of_a_step` can have."""
+    """Make the rotation of all positions that `rows_of_a_step` can have."""
     return rotation_table(RopeSpec(theta=1e4), head_dim, 800, dtype, torch.device("cpu"))
 
 
 @dataclass
 class AttentionInputs:
-    """What the first half of a layer is made of and given; pages are laid out by `ComposedOps`."""
+    """Weights and inputs of the first half of a layer; pages are laid out by `ComposedOps`."""
 
     weights: AttentionWeights
     batch: StepBatch
@@ -62,7 +62,7 @@ class AttentionInputs:
     pages: Pages
 
     def expected(self, *, is_int8: bool) -> Tensor:
-        """What the reference makes of it; `residual` and `pages` are changed in place."""
+        """Compute the reference's result; `residual` and `pages` are changed in place."""
         ops = ComposedOps(ReferenceOps())
         weights = attention_in_int8(self.weights) if is_int8 else self.weights
         step = ops.begin(self.batch, self.rotation)
@@ -71,7 +71,7 @@ class AttentionInputs:
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """What is drawn, before there are tensors."""
+    """Drawn parameters, before there are tensors."""
 
     seed: int
     rows: list[tuple[int, int]]

@@ -60,7 +60,7 @@ class Bystander:
             time.sleep(0.01)
 
     def undisturbed(self) -> list[int]:
-        """As many tokens of the same request when it is alone."""
+        """Return as many tokens of the same request when it is alone."""
         return ids_of(stream_grpc(self._server, self._inputs(max_tokens=len(self.token_ids))))
 
     def _inputs(self, max_tokens: int) -> dict[str, Any]:

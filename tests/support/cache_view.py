@@ -1,6 +1,6 @@
-"""What a router believes to be cached, by the events that it is told of.
+"""A router's view of the cache, by its events.
 
-Must not know how they got there.
+Must not know how the events arrive.
 """
 
 from collections.abc import Sequence

@@ -14,5 +14,5 @@ WIDEST = PromptLimits()
 def parse(
     raw: RawRequest, relayed_key: str | None = None, *, limits: PromptLimits = WIDEST, **more: Any
 ) -> Call:
-    """As `schema.parse`."""
+    """Parse as `schema.parse` does."""
     return parse_call(raw, relayed_key, limits=limits, sealer=SEALER, **more)

@@ -23,8 +23,9 @@ EOS_TOKEN = "<|endoftext|>"
 EOS_TOKEN_ID = 0
 
 WEIGHT_SCALE = 12.0
-"""At transformers' initial weights (standard deviation 0.02) and hidden size 64, greedy text is a
-loop of one token: the layers hardly add to the residual stream. Scaled up it stays varied."""
+"""Scale of random weights. At transformers' initial weights (standard deviation 0.02) and hidden
+size 64, greedy text is a loop of one token: the layers hardly add to the residual stream. Scaled up
+it stays varied."""
 
 _CORPUS = [
     "The triton shell is a large sea snail; its shell was blown as a trumpet by sons of the sea.",

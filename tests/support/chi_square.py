@@ -1,4 +1,4 @@
-"""Whether counts fit a distribution."""
+"""Test of counts against a distribution."""
 
 import math
 from collections.abc import Sequence

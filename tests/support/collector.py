@@ -44,7 +44,7 @@ class Span:
 
 
 class Collector:
-    """Both servers, on free ports of this machine.
+    """Servers for both protocols, on free ports of this machine.
 
     Attributes:
         http_endpoint, grpc_endpoint: as exporters want them. paths: of the HTTP requests.
@@ -84,7 +84,7 @@ class Collector:
         self._grpc.start()
 
     def spans(self, trace_id: str) -> list[Span]:
-        """What it has of this trace so far."""
+        """Return the spans of this trace so far."""
         with self._lock:
             return [span for span in self._spans if span.trace_id == trace_id]
 
@@ -94,7 +94,7 @@ class Collector:
             return {span.trace_id for span in self._spans}
 
     def wait(self, trace_id: str, is_enough: Callable[[list[Span]], bool]) -> list[Span]:
-        """What it has of this trace, once that is enough: exporters send every few seconds."""
+        """Wait until the spans of this trace are enough: exporters send every few seconds."""
         return wait_for(lambda: self.spans(trace_id), is_enough)
 
     def close(self) -> None:
@@ -171,7 +171,7 @@ def _from_bytes(body: bytes) -> ExportTraceServiceRequest:
 
 
 def _from_json(body: bytes) -> ExportTraceServiceRequest:
-    """In OTLP's JSON ids are hexadecimal, where protobuf's own has base64."""
+    """Parse OTLP's JSON, which has hexadecimal ids instead of protobuf's own base64."""
     return ParseDict(
         _with_base64(json.loads(body)), ExportTraceServiceRequest(), ignore_unknown_fields=True
     )

@@ -159,12 +159,12 @@ UNKNOWN: dict[str, Any] = {
 
 @dataclass
 class Configuration:
-    """What is in a checkpoint.
+    """Configuration of a checkpoint.
 
     Attributes:
         generation: generation_config.json, None where there is none.
         stored: dtype of the tensors.
-        refused: what must be named when it is refused; None where it must not be.
+        refused: key that the refusal must name; None where it must not be refused.
     """
 
     values: dict[str, Any]

@@ -1,4 +1,4 @@
-"""How often a method is called, for tests of what something costs on any machine."""
+"""Numbers of calls of a method, for tests of costs on any machine."""
 
 from collections import Counter
 from typing import Any

@@ -41,9 +41,9 @@ ENDLESS = 60_000
 """Tokens of a request that must still run when its test ends it. They take half a minute on an
 idle machine, and the longer the busier it is. Who asks for so many never waits for them."""
 MAX_MODEL_LEN = 65_536
-"""Of the servers that run such requests."""
+"""Length limit of the servers that run such requests."""
 NUM_BLOCKS = 16_384
-"""Of 16 tokens, which those servers have: for four such requests, or many that end before."""
+"""Blocks of 16 tokens that those servers have: for four such requests, or many that end before."""
 ENDLESS_BLOCKS = f"num_gpu_blocks_override={NUM_BLOCKS + 1}"  # one is the null block
 
 
@@ -106,7 +106,7 @@ class Response:
 
     @property
     def text(self) -> str:
-        """Its text."""
+        """Generated text."""
         (text,) = self.outputs["text_output"]
         assert isinstance(text, str)
         return text

@@ -52,7 +52,7 @@ def echo_token(token_ids: list[int], seed: int, vocab_size: int) -> int:
 
 
 def echo_guess(token_ids: list[int], seed: int, vocab_size: int) -> int:
-    """What the draft model takes for the next token: three times out of four it is."""
+    """Guess the next token as the draft model does: three times out of four it is right."""
     is_wrong = echo_token(token_ids, seed + 1, 4) == 0
     return (echo_token(token_ids, seed, vocab_size) + is_wrong) % vocab_size
 
@@ -92,7 +92,7 @@ def echo_run(
     min_tokens: int = 0,
     max_model_len: int = 10**9,
 ) -> list[int]:
-    """What a request generates alone, without paging, cache or scheduler."""
+    """Return the tokens that a request generates alone, without paging, cache or scheduler."""
     token_ids = list(prompt_ids)
     while len(token_ids) - len(prompt_ids) < max_tokens and len(token_ids) < max_model_len:
         token_ids.append(echo_token(token_ids, seed, vocab_size))
@@ -112,7 +112,7 @@ class _Row:
 
 @dataclass(frozen=True)
 class _Kept:
-    """What a slot of a slower tier holds."""
+    """Content of a slot of a slower tier."""
 
     key: bytes
     has_draft: bool
@@ -428,7 +428,7 @@ class EchoExecutor:
         return RowResult(step.row, run, logprobs if row.sampling.num_logprobs >= 0 else None)
 
     def _guess(self, row: _Row, step: RowStep) -> list[int]:
-        """What the draft model does in a step."""
+        """Do the draft model's work of a step."""
         start = row.num_draft_computed
         known = list(row.token_ids)
         row.num_draft_computed += step.num_draft_tokens

@@ -14,9 +14,9 @@ from run import first_line
 
 SECTION = "last lines of a server's log"
 MAX_LINES = 45
-"""Of the summary, whatever failed."""
+"""Most lines of the summary, whatever failed."""
 MAX_LOG_LINES = 8
-"""Of each server, per test."""
+"""Most lines of each server, per test."""
 
 
 @pytest.hookimpl(wrapper=True)
@@ -30,7 +30,7 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 
 def _log_tails() -> Iterator[list[str]]:
-    """Of each server that this process knows: what is not said by every server that is well."""
+    """Yield the last lines of each server that this process knows, if possible the bad ones."""
     # Only where a server was started is the module there.
     if (module := sys.modules.get("charonia.launch.server.tritonserver")) is None:
         return

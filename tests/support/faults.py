@@ -12,8 +12,8 @@ from pathlib import Path
 from charonia.launch.server.discovery import default_repository
 
 SLOW_STEP_S = 0.05
-"""Of an engine that is told nothing else: 1500 tokens take more than a minute, so that streams are
-under way when a test breaks something, however slow the machine is."""
+"""Least time of a step, in seconds, by default. 1500 tokens take more than a minute, so that
+streams are under way when a test breaks something, however slow the machine is."""
 _FAULTY_ENGINE = Path(__file__).with_name("faulty_engine")
 _PACE, _LOAD = "step-seconds", "load-seconds"
 _HELD_S = 3600
@@ -52,7 +52,7 @@ def order_fault(repository: Path, fault: str, value: float, *, pid: int | None =
 
 @contextlib.contextmanager
 def paced(repository: Path, step_s: float) -> Iterator[None]:
-    """Have a step take so many seconds at least meanwhile; with 0 it takes what it needs."""
+    """Make each step take at least so many seconds meanwhile; with 0 it takes what it needs."""
     before = float((repository / _PACE).read_text(encoding="utf-8"))
     order_fault(repository, _PACE, step_s)
     try:

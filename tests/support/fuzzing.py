@@ -46,7 +46,7 @@ values = st.recursive(
     lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(texts, inner, max_size=4)),
     max_leaves=6,
 )
-"""What JSON can say, and what Python's reader makes of more than JSON can say."""
+"""Values that JSON can say, and those that Python's reader makes of more than JSON can say."""
 literals = st.one_of(
     values.map(json.dumps),
     st.sampled_from(["1e999", "NaN", "-Infinity", HUGE_INTEGER, "[" * DEEP, '{"a":' * DEEP]),
@@ -56,7 +56,7 @@ literals = st.one_of(
 
 @contextlib.contextmanager
 def only_clear_errors(*kinds: type[CharoniaError], secret: Path | None = None) -> Iterator[None]:
-    """Of what is raised here, let pass nothing but errors of these kinds that say little.
+    """Accept only errors of these kinds, with a short text that reveals nothing.
 
     Args:
         secret: a path that no message may show.
@@ -73,7 +73,7 @@ def only_clear_errors(*kinds: type[CharoniaError], secret: Path | None = None) -
 
 @contextlib.contextmanager
 def little_memory(num_bytes: int = 2**30) -> Iterator[None]:
-    """So much address space may be added here, whatever a header announces."""
+    """Limit the address space that may be added here, whatever a header announces."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + num_bytes, hard))
     try:

@@ -51,7 +51,7 @@ class Gateway:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Its own."""
+        """Read its own metrics."""
         return samples_of(self.http.get("/metrics").text)
 
     def wait_line(self, *parts: str) -> str:
@@ -142,5 +142,5 @@ def posting(
 
 
 def wait_metric(server: TritonServer, name: str, value: float) -> None:
-    """Until a gauge of the server's has a value."""
+    """Wait until a gauge of the server's has a value."""
     assert wait_for(lambda: scrape(server)[name], lambda found: found == value) == value

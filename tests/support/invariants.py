@@ -1,4 +1,4 @@
-"""What must hold of a scheduler after every plan and every step, whatever happened."""
+"""Invariants of a scheduler after every plan and every step, whatever happened."""
 
 from collections import Counter
 
@@ -59,7 +59,7 @@ def check_invariants(scheduler: Scheduler) -> None:
 
 
 def fetches_of(scheduler: Scheduler) -> list[Fetch]:
-    """What steps in flight load."""
+    """Return the loads of steps in flight."""
     fetching = scheduler._epoch.transfers._fetching
     fetches = [] if fetching is None else list(fetching.under_way)
     in_flight = [fetch for step in scheduler._epoch._in_flight for fetch in step.fetches]
@@ -68,7 +68,7 @@ def fetches_of(scheduler: Scheduler) -> list[Fetch]:
 
 
 def awaits_loads(scheduler: Scheduler, request: Request) -> bool:
-    """Whether a request waits for blocks that are loaded, or will be."""
+    """Return whether a request waits for blocks that are loaded, or will be."""
     fetching = scheduler._epoch.transfers._fetching
     if fetching is None:
         return False
@@ -79,7 +79,7 @@ def awaits_loads(scheduler: Scheduler, request: Request) -> bool:
 
 
 def _check_group(group: Group, live: list[Request]) -> None:
-    """Who is parked waits for somebody who will compute the prompt."""
+    """Check that a parked request waits for a leader, which will compute the prompt."""
     assert set(group.members) == {r for r in live if r.group is group}
     assert all(r.row is None and not r.num_generated for r in group.parked)
     leader = group.leader

@@ -43,7 +43,7 @@ def native_ops(isa: str, num_threads: int = 2, *, is_int8: bool = False) -> Nati
 
 
 def packed(pages: Pages) -> Pages:
-    """From [blocks, block_size, kv_heads, width] to the layout of the kernels."""
+    """Convert from [blocks, block_size, kv_heads, width] to the layout of the kernels."""
     kv_format = format_of(pages.keys)
     if isinstance(kv_format, Quantized):
         return Pages(*(_packed_codes(part, kv_format, columns) for part, columns in _sides(pages)))
@@ -78,7 +78,7 @@ def _sides(pages: Pages) -> list[tuple[Tensor, bool]]:
 
 
 _PLACES = {torch.int8: [0, 1, 2, 3], torch.float8_e4m3fn: [0, 2, 1, 3], torch.uint8: [0, 1, 2, 3]}
-"""Of four consecutive numbers the bytes; in int4 the next four have the upper halves of these."""
+"""Bytes of four consecutive numbers; in int4 the next four have the upper halves of these."""
 
 
 def _packed_codes(part: Tensor, kv_format: Quantized, is_by_column: bool) -> Tensor:
@@ -137,7 +137,7 @@ def _split(stored: Tensor, kv_format: Quantized) -> tuple[Tensor, Tensor]:
 
 
 def filling(pages: Pages, head_dim: int) -> Tensor:
-    """What lies behind the heads' last dimensions; it must stay zero."""
+    """Sum the content behind the heads' last dimensions; it must stay zero."""
     keys = pages.keys.permute(0, 1, 3, 2, 4).flatten(-2)
     values = pages.values.permute(0, 1, 2, 4, 3)
     return keys[..., head_dim:].abs().sum() + values[..., head_dim:].abs().sum()

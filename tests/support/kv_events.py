@@ -13,7 +13,7 @@ from support.waiting import WAIT_S
 
 
 class BlockStored(msgspec.Struct, array_like=True, tag=True):
-    """As readers of vLLM's events have it."""
+    """An event as readers of vLLM's events have it."""
 
     block_hashes: list[int]
     parent_block_hash: int | None

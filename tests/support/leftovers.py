@@ -51,7 +51,7 @@ def remove_leftovers() -> None:
 
 
 def leftovers(runtime_dir: Path) -> list[str]:
-    """Whatever of a run is still there: processes, shared memory, its directory."""
+    """List what is left of a run: processes, shared memory, its directory."""
     files = [*SHARED_MEMORY.glob(f"{runtime_dir.name}*")]
     command_lines = (process.info["cmdline"] for process in psutil.process_iter(["cmdline"]))
     processes = [

@@ -79,12 +79,12 @@ class LiveStream:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing comes any more."""
+        """True if no more responses come."""
         return self.ended_at is not None
 
     @property
     def longest_pause_s(self) -> float:
-        """Between two responses."""
+        """Longest time between two responses, in seconds."""
         times = [came_at for came_at, _ in self.arrivals]
         return max((after - before for before, after in pairwise(times)), default=0.0)
 
@@ -149,11 +149,11 @@ class LiveStream:
 
 
 class _WrongAnswerError(Exception):
-    """What is wrong with the sequence of responses."""
+    """A wrong sequence of responses; the text says what is wrong."""
 
 
 class _ServerError(Exception):
-    """What the server said in the stream's place, or at its end."""
+    """An error of the server in the stream's place, or at its end."""
 
 
 class _GrpcConnection:

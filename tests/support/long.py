@@ -1,4 +1,4 @@
-"""Which cases of a test are long by nature: `make test` leaves those to `make test-long`.
+"""Cases of a test that are long by nature: `make test` leaves those to `make test-long`.
 
 Owns the mark and the choice among many equal cases. Must not know what they are cases of.
 """

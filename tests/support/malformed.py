@@ -336,7 +336,7 @@ def not_a(kind: str) -> str:
 
 
 def protocol_cases() -> Iterator[Case]:
-    """What only one protocol can get wrong, and models that are asked for something else."""
+    """Yield requests that only one protocol can get wrong, and wrong requests to other models."""
     for name, body, says in (
         ("an unfinished body", b'{"text_input": "a"', ("JSON",)),
         ("an empty body", b"", ("JSON",)),
@@ -419,7 +419,7 @@ def by_http_call(method: str, path: str, body: Any = None, status: int = 403) ->
 
 
 def guarded_cases() -> Iterator[Case]:
-    """What belongs to the scheduler, or to who has the key."""
+    """Yield requests that only the scheduler, or a client with the key, may send."""
     for size in (0, 1, 6_000_000):
         says = ("unexpected shape", "1099511627776")
         yield Case(f"engine: {size} bytes", by_question(size), says)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 @contextmanager
 def limited_memory(spare: int) -> Iterator[None]:
-    """Within, this process gets at most `spare` bytes more of the operating system.
+    """Limit the memory of this process meanwhile, to `spare` bytes more of the operating system.
 
     For a process of a test's own: whatever else runs in it is refused memory as well.
     """

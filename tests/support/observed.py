@@ -31,7 +31,7 @@ TENANTS = {
     }
 }
 SHARED = list(range(40, 104))
-"""How every prompt begins."""
+"""Beginning of every prompt."""
 
 
 @contextlib.contextmanager
@@ -67,7 +67,7 @@ def observed_server(folder: Path) -> Iterator[tuple[TritonServer, Gateway]]:
 
 
 def targets_of(server: TritonServer, gateway: Gateway) -> dict[str, list[str]]:
-    """What a Prometheus scrapes of them, by job."""
+    """Return the addresses that a Prometheus scrapes of them, by job."""
     page = server.metrics_url.removeprefix("http://").removesuffix("/metrics")
     return {"charonia": [page], "charonia-gateway": [gateway.url.removeprefix("http://")]}
 

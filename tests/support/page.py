@@ -54,13 +54,13 @@ class Visit:
         expect(self.page).to_have_title(re.compile("·"), timeout=self._wait_ms)
 
     def violations(self) -> list[str]:
-        """What the page did against its policy."""
+        """Return the page's violations of its policy."""
         found: list[str] = self.page.evaluate("window.violations")
         return found
 
     @property
     def prompt(self) -> Locator:
-        """Where one writes."""
+        """Field of the prompt."""
         return self.page.locator("#prompt")
 
     @property
@@ -79,7 +79,7 @@ class Visit:
         self.prompt.press("Enter")
 
     def wait_idle(self) -> None:
-        """Until nothing runs."""
+        """Wait until nothing runs."""
         expect(self.send).to_have_text("Send", timeout=self._wait_ms)
 
     def answer(self, index: int = -1) -> str:

@@ -1,4 +1,4 @@
-"""What the engine says, held against transformers' `generate`, and its counters."""
+"""Comparison of the engine's answers with transformers' `generate`, and its counters."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -49,5 +49,5 @@ def assert_equal_to(
 
 
 def counter(llm: LLM, name: str) -> float:
-    """What the engine has counted so far."""
+    """Return the value of one of the engine's counters."""
     return llm.metrics.counters[f"charonia_{name}_total", ""]

@@ -13,7 +13,7 @@ import numpy as np
 
 
 class Tensor:
-    """As `pb_utils.Tensor`: a name and a numpy array; strings are bytes objects."""
+    """Fake `pb_utils.Tensor`: a name and a numpy array; strings are bytes objects."""
 
     def __init__(self, name: str, array: Any) -> None:
         self._name = name
@@ -27,7 +27,7 @@ class Tensor:
 
 
 class TritonError:
-    """As `pb_utils.TritonError`; codes are their names."""
+    """Fake `pb_utils.TritonError`; codes are their names."""
 
     UNKNOWN = "UNKNOWN"
     INTERNAL = "INTERNAL"
@@ -49,7 +49,7 @@ class TritonError:
 
 
 class InferenceResponse:
-    """As `pb_utils.InferenceResponse`."""
+    """Fake `pb_utils.InferenceResponse`."""
 
     def __init__(self, output_tensors: Any = (), error: TritonError | None = None) -> None:
         self._tensors = list(output_tensors)
@@ -66,7 +66,7 @@ class InferenceResponse:
 
 
 class Sender:
-    """As a response sender; keeps what was sent, and says when it is used after its end."""
+    """Fake response sender; keeps what was sent, and fails if it is used after its end."""
 
     def __init__(self) -> None:
         self.sent: SimpleQueue[InferenceResponse] = SimpleQueue()
@@ -87,7 +87,7 @@ class Sender:
 
 @dataclass
 class Trace:
-    """As `pb_utils.InferenceTrace`. `context`: as JSON; None without OpenTelemetry."""
+    """Fake `pb_utils.InferenceTrace`. `context`: as JSON; None without OpenTelemetry."""
 
     context: str | None = None
 
@@ -97,7 +97,7 @@ class Trace:
 
 @dataclass
 class Request:
-    """As `pb_utils.InferenceRequest`, on the receiving side."""
+    """Fake `pb_utils.InferenceRequest`, on the receiving side."""
 
     tensors: list[Tensor] = field(default_factory=list)
     parameters_json: str = ""
@@ -135,11 +135,11 @@ def request_of(**arrays: Any) -> Request:
 
 
 class PbUtils:
-    """As the module, with a scheduler that BLS reaches.
+    """Fake module `pb_utils`, with a scheduler that BLS reaches.
 
     Attributes:
-        refusal: why it does not reach it. verdict: what Triton says to a question without inputs.
-        num_calls: of the scheduler.
+        refusal: why it does not reach it. verdict: Triton's answer to a question without inputs.
+        num_calls: calls of the scheduler.
     """
 
     TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1

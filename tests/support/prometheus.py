@@ -62,7 +62,7 @@ class Prometheus:
             raise AssertionError(self._log_path.read_text(encoding="utf-8"))
 
     def _is_ready(self) -> bool:
-        """Whether it answers; learns its address from the log."""
+        """Return whether it answers; learn its address from the log."""
         address = _ADDRESS.search(self._log_path.read_text(encoding="utf-8"))
         if address is None:
             return False

@@ -77,7 +77,7 @@ def ranked_engine(args: EngineArgs) -> Iterator[RankedEngine]:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs; one that nobody has buried yet does not."""
+    """Return whether a process runs; a zombie does not."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -14,7 +14,7 @@ from typing import Any
 
 CONFIGURATION = Path(__file__).parents[2] / "docker" / "logs" / "rsyslog.conf"
 PLACES = ("/var/log/charonia", "/var/spool/rsyslog")
-"""Where the configuration has its files."""
+"""Folders of the configuration's files."""
 PROGRAM = os.environ.get("RSYSLOGD") or shutil.which("rsyslogd", path=f"{os.defpath}:/usr/sbin")
 
 
@@ -43,7 +43,7 @@ class Rsyslog:
         )
 
     def records(self) -> list[dict[str, Any]]:
-        """What it has shipped so far."""
+        """Return the records that it has shipped so far."""
         assert self._process.poll() is None, self._output.name
         if not self._shipped.exists():
             return []

@@ -225,7 +225,7 @@ class Driver:
         )
 
     def _guess(self, arrival: Arrival) -> list[int]:
-        """What a client guesses: each token is right three times out of four."""
+        """Guess the answer as a client does: each token is right three times out of four."""
         token_ids = arrival.prompt_ids
         for _ in range(arrival.num_guessed):
             token_ids.append(echo_guess(token_ids, arrival.seed, VOCAB))
@@ -287,7 +287,7 @@ class Driver:
         self.most_in_flight = max(self.most_in_flight, len(self.in_flight))
 
     def _check_order(self, admitted: list[Request]) -> None:
-        """Nobody is admitted before one that comes first, unless that does not fit.
+        """Check that no request is admitted before one that comes first, unless that does not fit.
 
         One that does not fit is passed so many times and no more; one that was preempted, just now
         even, is not passed at all. But with aging more urgent ones displace others from behind one
@@ -316,7 +316,7 @@ class Driver:
                 assert 0 < first.num_passed <= MAX_PASSES
 
     def _check_tenants(self, waiting: list[Request], admitted: list[Request]) -> None:
-        """Nobody is admitted while a tenant waits that was served less before."""
+        """Check that no request is admitted while a tenant waits that was served less before."""
         counters = self.policy.service
         assert isinstance(counters, VirtualCounters)
         least = min((counters[one.tenant] for one in waiting), default=inf)
@@ -330,7 +330,7 @@ class Driver:
             assert counters[tenant] - longest <= least + 1e-9
 
     def _check_work(self, plan: StepPlan, waited: list[Request]) -> None:
-        """Who is next does not wait while a step has a row, a token and blocks for it.
+        """Check that the next request does not wait while a step has a row, token and blocks.
 
         A step that preempted somebody admits nobody else, and one that is planned ahead nobody who
         needs what the steps in flight may free.
@@ -372,7 +372,7 @@ class Driver:
                         self.cancelled.add(key)
 
     def arrival_of(self, key: str) -> tuple[Arrival, int]:
-        """Of whose request this is a sample, and which."""
+        """Return the arrival that this is a sample of, and the sample's index."""
         index, _, sample = key.partition(".")
         return self.scenario.arrivals[int(index)], int(sample)
 

@@ -103,7 +103,7 @@ class Scenario:
 
     @property
     def is_plain(self) -> bool:
-        """Whether all that fits into a step is to be in it."""
+        """True if all that fits into a step is to be in it."""
         return all(getattr(self, name) == value for name, value in PLAIN.items())
 
 
@@ -121,11 +121,11 @@ PLAIN = {
     "tier_sizes": (),
     "rooms": (),
 }
-"""What lets no request wait that fits."""
+"""Settings with which no request waits that fits."""
 
 
 class AnyEviction:
-    """Its victim is any free entry, never the same one for long."""
+    """An eviction policy whose victim is any free entry, never the same one for long."""
 
     def __init__(self, num_blocks: int) -> None:
         self._free: list[int] = []
@@ -162,7 +162,7 @@ WEIGHTS = {"0": 1.0, "1": 2.0}
 
 
 def _no_watch() -> None:
-    """Nobody looks whether deadlines can be met."""
+    """Do nothing, so that nobody looks whether deadlines can be met."""
 
 
 def _policies() -> dict[str, Callable[[], Policy]]:

@@ -32,7 +32,7 @@ class Serving:
         )
 
     def wait_announced(self) -> str:
-        """What was printed on stdout when it served (again)."""
+        """Wait until it serves (again), and return what it printed on stdout."""
         assert self.process.stdout is not None
         lines = []
         for line in self.process.stdout:
@@ -42,7 +42,7 @@ class Serving:
         raise AssertionError(self.process.communicate())
 
     def server(self) -> psutil.Process:
-        """Its tritonserver, as soon as there is one."""
+        """Wait for its tritonserver, and return it."""
         deadline = time.monotonic() + ALLOWED_S
         while time.monotonic() < deadline:
             children = psutil.Process(self.process.pid).children()

@@ -36,7 +36,7 @@ INFO = EngineInfo(
     device="cpu",
     num_parameters=1,
 )
-"""What an engine says of itself."""
+"""Description of an engine."""
 
 
 def refuse_threads(patch: pytest.MonkeyPatch, name: str) -> None:
@@ -52,13 +52,13 @@ def refuse_threads(patch: pytest.MonkeyPatch, name: str) -> None:
 
 
 class SchedulerEnd:
-    """What the scheduler listens with, and what it was told.
+    """The scheduler's end of the connections, with a record of its messages.
 
     Attributes:
         taken, cancelled, acknowledged, delivered: requests, keys, and answers of which it was told,
             as they came. is_stopping: it was told that the server is. log: its lines.
-        lost: of each connection through which deliveries came, at its end, whether some were lost.
-        take: what is done with a request; keeps it in `taken`.
+        lost: whether some deliveries were lost, for each connection with deliveries, at its end.
+        take: called with each request; keeps it in `taken`.
     """
 
     def __init__(self, repository: Path) -> None:

@@ -34,9 +34,9 @@ CONFIG = {
 
 @pytest.fixture(autouse=True)
 def generous_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever answers at all is not called silent because the machine is busy.
+    """Raise the timeouts, so that a slow answer on a busy machine does not count as silence.
 
-    A test of somebody who does not answer sets these times anew.
+    A test without an answer sets these times anew.
     """
     for name in (
         "charonia.metrics.page_server.REQUEST_S",
@@ -98,11 +98,11 @@ def supervise(make_server: Callable[..., TritonServer]) -> Iterator[Callable[...
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """Of the watch over a supervised server."""
+    """Set the clock of the watch over a supervised server."""
     return Clock(monkeypatch)
 
 
 @pytest.fixture
 def questions(monkeypatch: pytest.MonkeyPatch) -> Questions:
-    """What the watch over a supervised server asks."""
+    """Count the questions of the watch over a supervised server."""
     return Questions(monkeypatch)

@@ -23,7 +23,7 @@ STAND_INS = Path(__file__).parents[1] / "launch" / "repository"
 UNPROBED = SupervisionLimits(
     probe_interval_s=math.inf, model_hang_s=math.inf, stopped_s=0.5, backoff_s=0.1
 )
-"""Nobody is asked anything: what is noticed is in the process table."""
+"""Limits without probes: losses are noticed in the process table."""
 PROBED = SupervisionLimits(
     probe_interval_s=0.1,
     hang_s=math.inf,

@@ -83,7 +83,7 @@ class Bench:
         )
 
     def tiers(self, stats: SchedulerStats) -> Tiers | None:
-        """What the engine keeps beside its KV cache, at this moment."""
+        """Make the slower tiers of what the engine keeps at this moment."""
         kept = self.engine.info().kept
         return None if kept is None else Tiers(kept, stats)
 

@@ -14,7 +14,8 @@ from support.e2e import wait_for
 from support.events import events
 
 ALLOWED_S = 120.0
-"""For what happens by itself. It is no measure of speed: many times what it takes at most."""
+"""Timeout, in seconds, of what happens by itself. It is no measure of speed: many times what it
+takes at most."""
 
 
 class Supervised:

@@ -46,7 +46,7 @@ def raw_request(model: str, rows: list[dict[str, Any]], **fields: Any) -> RawReq
 
 
 def facade(model: str = "tensorrt_llm", *, is_decoupled: bool = True) -> Facade:
-    """What splits the requests of a model."""
+    """Make the facade that splits the requests of a model."""
     kind = TokenFacade if model == "tensorrt_llm" else TextFacade
     return kind(model, TOKENIZER, is_decoupled=is_decoupled)
 
@@ -76,13 +76,13 @@ def split(
 
 
 def sampling_of(part: Split) -> dict[str, Any]:
-    """Its sampling parameters, which the scheduler takes."""
+    """Return its sampling parameters, which the scheduler takes."""
     values: dict[str, Any] = json.loads(part.request.tensors["sampling_parameters"].item())
     parse_sampling_params(values)
     return values
 
 
 def sampling(model: str, **inputs: Any) -> dict[str, Any]:
-    """Those of the plainest request of a model with more inputs."""
+    """Return the sampling parameters of the plainest request of a model, with more inputs."""
     (part,) = split(model, (TOKENS if model == "tensorrt_llm" else TEXT) | inputs)
     return sampling_of(part)

@@ -38,7 +38,7 @@ class Host:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Be on this host: sockets, threads and processes that the calling thread makes are there.
+        """Enter this host: sockets, threads and processes that the calling thread makes are there.
 
         They stay there; only the thread itself comes back.
         """
@@ -55,7 +55,7 @@ class Host:
 
 
 class TwoHosts:
-    """Both hosts, connected.
+    """A pair of connected hosts.
 
     Raises:
         NotPermittedError: they cannot be made here.
@@ -76,7 +76,7 @@ class TwoHosts:
             raise NotPermittedError(f"{' '.join(error.cmd)}: {error.stderr.strip()}") from None
 
     def cut(self) -> None:
-        """From now on nothing that one host sends reaches the other."""
+        """Cut the connection, so that nothing that one host sends reaches the other."""
         _ip("-n", self._switch, "link", "set", "port-b", "down")
 
     def restore(self) -> None:

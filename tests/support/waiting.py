@@ -1,4 +1,4 @@
-"""How long tests wait for what must come, however slow the machine is; and time that they make up.
+"""Patience of tests for what must come, however slow the machine is; and time that they make up.
 
 Owns the patience, and the clock. Must not know what is waited for.
 """

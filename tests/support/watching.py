@@ -18,7 +18,7 @@ SCHEDULER = "scheduler"
 
 
 class Clock:
-    """What the watch takes for the `time` module: a test sets it forward."""
+    """Fake `time` module of the watch; a test sets it forward."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._ahead_s = 0.0
@@ -33,9 +33,9 @@ class Clock:
 
 
 class Questions:
-    """How often each model was asked: `num_asked`, by name.
+    """Counts of the questions to each model: `num_asked`, by name.
 
-    The watch asks a model again only when it has judged what came of the question before.
+    The watch asks a model again only when it has judged the outcome of the question before.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from charonia.serving.requests.tensors import refuse_all
 
 
 class TritonPythonModel:
-    """What Triton's Python backend looks for."""
+    """The model's entry point, as Triton's Python backend expects it."""
 
     def initialize(self, args: dict[str, str]) -> None:
         """Load the engine."""

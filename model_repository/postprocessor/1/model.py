@@ -11,7 +11,7 @@ from charonia.serving.hosts.postprocessor import PostprocessorHost
 
 
 class TritonPythonModel:
-    """What Triton's Python backend looks for."""
+    """The model's entry point, as Triton's Python backend expects it."""
 
     def initialize(self, args: dict[str, str]) -> None:
         """Learn the scheduler's name."""

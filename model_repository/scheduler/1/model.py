@@ -10,7 +10,7 @@ from charonia.serving.hosts.scheduler import SchedulerHost
 
 
 class TritonPythonModel:
-    """What Triton's Python backend looks for."""
+    """The model's entry point, as Triton's Python backend expects it."""
 
     def initialize(self, args: dict[str, str]) -> None:
         """Start serving; the engine may come later."""

@@ -14,7 +14,7 @@ from charonia.supervision.open_calls import OpenCalls
 
 
 class TritonPythonModel:
-    """What Triton's Python backend looks for."""
+    """The model's entry point, as Triton's Python backend expects it."""
 
     def initialize(self, args: dict[str, str]) -> None:
         """Read the tokenizer that the engine's model.json names."""

@@ -228,7 +228,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def kv_events(self) -> KVEventsConfig | None:
-        """Where to publish what the prefix cache holds; None if it is not published."""
+        """Settings of the events of the prefix cache; None if they are not published."""
         config = self.kv_events_config
         return config if config is not None and config.is_on else None
 
@@ -270,7 +270,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def tokenizer_dir(self) -> Path:
-        """Where the tokenizer's files are."""
+        """Directory of the tokenizer's files."""
         return Path(self.tokenizer or self.model)
 
     @classmethod

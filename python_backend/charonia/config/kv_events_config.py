@@ -15,7 +15,7 @@ _OWN_HOSTS = ("*", "0.0.0.0", "[::]", "localhost", "[::1]")
 
 
 class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How events of the prefix cache are published over ZeroMQ; names are vLLM's.
+    """Publication of events of the prefix cache over ZeroMQ; names are vLLM's.
 
     Events contain token ids, that is prompts. Anybody who can reach an endpoint can read them.
 
@@ -68,12 +68,12 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def is_on(self) -> bool:
-        """Whether events are published."""
+        """True if events are published."""
         return self.enable_kv_cache_events and self.publisher == "zmq"
 
     @property
     def is_bound(self) -> bool:
-        """Whether `endpoint` is bound here; otherwise the reader binds it, and we connect."""
+        """True if `endpoint` is bound here; otherwise the reader binds it, and we connect."""
         scheme, _, address = self.endpoint.partition("://")
         host = address.rpartition(":")[0]
         return scheme == "ipc" or host in _OWN_HOSTS or host.startswith("127.")

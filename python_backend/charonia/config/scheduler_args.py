@@ -16,7 +16,7 @@ SERVER_PARAMETERS = ("FORCE_CPU_ONLY_INPUT_TENSORS", "EXECUTION_ENV_PATH")
 """Parameters in a config.pbtxt that are for the inference server, not for us."""
 PATH_PARAMETERS = ("tenants_file", "record_dir", "semantic_cache_model")
 DEGRADATION_LEVELS = ("speculation", "chunks", "max_tokens", "rejection")
-"""What a server can give up under load, see `SchedulerArgs.degradation_ladder`."""
+"""Names of the levels of degradation under load, see `SchedulerArgs.degradation_ladder`."""
 MIN_ANSWER_BYTES = 814
 """Size of the smallest answer, one without text; the least value of `answer_cache_bytes`."""
 _MAX_THREADS = 256
@@ -178,7 +178,7 @@ class SchedulerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def degradation_levels(self) -> tuple[str, ...]:
-        """What is given up under load, in this order."""
+        """Levels of degradation under load, in this order."""
         return tuple(level.strip() for level in self.degradation_ladder.split(","))
 
     def check_engine(self, engine_args: EngineArgs) -> None:

@@ -15,7 +15,7 @@ _SPECULATIVE_TOKENS = {"draft_model": 5, "ngram": 10, "suffix": 16}
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How tokens are drafted, so that one pass of the model can commit several.
+    """Drafting of tokens, so that one pass of the model can commit several.
 
     No method changes a request's tokens. Names are vLLM's where the meaning is the same.
 
@@ -73,7 +73,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     @property
     def has_draft_model(self) -> bool:
-        """Whether the drafts come from a draft model, in the engine."""
+        """True if the drafts come from a draft model, in the engine."""
         return self.method in (None, "draft_model")
 
     @property

@@ -28,7 +28,7 @@ _WORDS: dict[type[inspect.Type], str] = {
 
 
 def is_path(text: str) -> bool:
-    """Whether the operating system could have a path of that name."""
+    """Return whether the operating system could have a path of that name."""
     try:
         return b"\0" not in os.fsencode(text)
     except UnicodeEncodeError:
@@ -36,7 +36,7 @@ def is_path(text: str) -> bool:
 
 
 def is_address(text: str) -> bool:
-    """Whether it is HOST:PORT."""
+    """Return whether it is HOST:PORT."""
     host, _, port = text.rpartition(":")
     return bool(host and _PORT.fullmatch(port)) and 0 < int(port) < 2**16
 
@@ -67,7 +67,7 @@ def _check_names(values: dict[str, Any], cls: type, what: str) -> None:
 
 
 def _fault(value: Any, kind: Any, name: str, *, strict: bool) -> str:
-    """What is wrong with a value, or with a value inside it; "" if nothing is.
+    """Describe the fault of a value, or of a value inside it; "" if there is none.
 
     Args:
         kind: its type, as in the annotation of a field.
@@ -115,7 +115,7 @@ def _options(kind: Any) -> tuple[inspect.Type, ...]:
 
 
 def _words(kind: inspect.Type) -> list[str]:
-    """What a type accepts, in words for an error."""
+    """Describe the values that a type accepts, in words for an error."""
     match kind:
         case inspect.LiteralType():
             return [repr(value) for value in kind.values]

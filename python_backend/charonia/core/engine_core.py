@@ -125,22 +125,22 @@ class EngineCore:
 
     @property
     def is_up(self) -> bool:
-        """Whether there is an engine to run steps on."""
+        """True if there is an engine to run steps on."""
         return self._replica.recovery.is_serving
 
     @property
     def serving_since(self) -> float | None:
-        """When the current engine was found; None while there is none."""
+        """Time at which the current engine was found; None while there is none."""
         return self._replica.recovery.serving_since
 
     @property
     def down_reason(self) -> str | None:
-        """Why requests fail instead of waiting for an engine; None if they wait or there is one."""
+        """Reason why requests fail at once; None if there is an engine or they wait for one."""
         return self._replica.recovery.down_reason
 
     @property
     def has_requests(self) -> bool:
-        """Whether requests are live, steps are in flight, or chunks are not delivered yet."""
+        """True if requests are live, steps are in flight, or chunks are not delivered yet."""
         return any((self._requests, self._updates, self._replica.is_busy))
 
     @property
@@ -163,7 +163,7 @@ class EngineCore:
 
     @property
     def last_step_at(self) -> float | None:
-        """When a step was last applied; None before the first."""
+        """Time at which a step was last applied; None before the first."""
         return self._replica.last_step_at
 
     @property

@@ -62,7 +62,7 @@ class GenerationRequest:
 
     @property
     def counts_logprobs(self) -> bool:
-        """Whether log-probabilities of its tokens are computed."""
+        """True if log-probabilities of its tokens are computed."""
         params = self.params
         is_ranked = params.num_samples > params.n
         return self.return_cumulative_logprob or is_ranked or params.logprobs is not None

@@ -40,7 +40,7 @@ class InlineExecutor:
         self._loss: EngineDiedError | None = None
 
     def open(self, *, replace: bool, on_done: Callable[[], None]) -> EngineOpening:
-        """As `Executor.open`, but done when this returns.
+        """Open as `Executor.open` does, but done when this returns.
 
         A runner whose processes are alive is not loaded again: the next epoch clears its state.
         """

@@ -43,7 +43,7 @@ class LiveRequest:
 
     @property
     def started_at(self) -> float | None:
-        """When its first step began; None before."""
+        """Time at which its first step began; None before."""
         return None if self.streams is None else self.streams.first.started_at
 
     @property
@@ -72,7 +72,7 @@ class LiveRequest:
         return self.streams.keys_of(self.streams.cancellable(indexes))
 
     def leaves_nothing(self, indexes: Collection[int]) -> bool:
-        """Whether cancelling these samples ends it, and no sample has ended by itself."""
+        """Return whether cancelling these samples ends it, and no sample has ended by itself."""
         streams = self.streams
         if streams is None:
             params, cancelled = self.request.params, self.cancelled.union(indexes)

@@ -117,7 +117,7 @@ def rank_of(engine_args: EngineArgs, scheduler_args: SchedulerArgs) -> RankOf:
 
 
 def rejects_late(engine_args: EngineArgs, scheduler_args: SchedulerArgs) -> bool:
-    """Whether waiting requests end as soon as they cannot meet their deadlines."""
+    """Return whether waiting requests end as soon as they cannot meet their deadlines."""
     is_by_deadline = engine_args.scheduling_policy == "deadline"
     return is_by_deadline and scheduler_args.late_requests == "reject"
 

@@ -45,7 +45,7 @@ Sink = Callable[[Chunk], None]
 _INVALID = "invalid"
 IDLE_WAIT_S = 0.1
 LOOK_EVERY_S = 0.25
-"""How often queue waits and the tenants' requests are measured, in seconds."""
+"""Interval at which queue waits and the tenants' requests are measured, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,12 +73,12 @@ class Place:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the first stage, with the token embedding."""
+        """True if this is the first stage, with the token embedding."""
         return self.stage == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether this is the last stage, with the final norm and the head."""
+        """True if this is the last stage, with the final norm and the head."""
         return self.stage == self.num_stages - 1
 
 

@@ -1,4 +1,4 @@
-"""How much memory this process can still allocate, by the machine and by its control groups.
+"""Memory that this process can still allocate, by the machine and by its control groups.
 
 Owns reading the kernel's figures. Must not know what the memory is used for.
 

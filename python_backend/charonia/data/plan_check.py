@@ -167,7 +167,7 @@ def _check_slot(tier: int, slot: int, key: bytes, info: EngineInfo) -> None:
 
 
 def _is_plain(step: RowStep, row: RowState | _Row, info: EngineInfo) -> bool:
-    """Whether a row computes its one pending token, and needs no new block or drafts for it.
+    """Return whether a row computes its one pending token, and needs no new block or drafts for it.
 
     Most steps are like this, and need not go through the slower `_check_step`.
     """

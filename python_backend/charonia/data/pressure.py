@@ -1,4 +1,4 @@
-"""How many KV blocks fit into memory while an engine shares its machine with other processes.
+"""Number of KV blocks that fit into memory while an engine shares its machine with other processes.
 
 Owns the choice. Must not know how blocks are used.
 
@@ -23,8 +23,8 @@ _EVERY_S = 1.0
 _STEP = 16
 """The pool changes by at least a sixteenth of all its blocks, or not at all."""
 _GROWTH = 8
-"""It grows by at most an eighth of all its blocks at a time, so that memory which is free for a
-moment is not taken and returned a second later."""
+"""The pool grows by at most an eighth of all its blocks at a time, so that memory which is free for
+a moment is not taken and returned a second later."""
 _STALLED = 0.1
 """Share of the time in which all runnable tasks waited for memory. From this share on memory is
 short, if less than twice the reserve is free. The kernel counts the whole machine: if more is free,

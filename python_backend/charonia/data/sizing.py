@@ -1,4 +1,4 @@
-"""How many KV blocks fit on a rank, by the memory that is free after running the largest step.
+"""Number of KV blocks that fit on a rank, by the free memory after running the largest step.
 
 Owns the arithmetic and its report. Must not know how a step is run, or how many blocks fit on other
 ranks.

@@ -40,7 +40,7 @@ class RowState:
 
 
 class Span(NamedTuple):
-    """Some consecutive tokens of a row; `start` is the position of the first."""
+    """A run of consecutive tokens of a row; `start` is the position of the first."""
 
     row: int
     start: int
@@ -172,7 +172,7 @@ class StepTensors:
         )
 
     def advance_draft(self, steps: Sequence[RowStep]) -> list[Span]:
-        """As `advance`, for the draft model's cursors and the tokens computed before guessing."""
+        """Do as `advance` for the draft model's cursors and the tokens computed before guessing."""
         spans = []
         for step in steps:
             state = self.state(step.row)

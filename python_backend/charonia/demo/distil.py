@@ -1,4 +1,4 @@
-"""What the draft learns from: texts that the target wrote, and the target's logits for each token.
+"""Distillation of the draft: texts that the target wrote, and the target's logits for each token.
 
 Owns the prefixes, the sampling and the loss (Hinton, Vinyals, Dean 2015, arXiv 1503.02531; on the
 target's own texts: Zhou et al. 2023, DistillSpec, arXiv 2310.08461). Must not know the training
@@ -97,7 +97,7 @@ def rehearsal_loss(teacher: LlamaForCausalLM, edit_share: float) -> LossFunction
 
 
 def teacher_logits(teacher: LlamaForCausalLM, inputs: torch.Tensor) -> torch.Tensor:
-    """As `model_logits`, without a gradient."""
+    """Compute `model_logits` without a gradient."""
     with torch.no_grad():
         return model_logits(teacher, inputs)
 

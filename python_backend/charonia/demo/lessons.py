@@ -1,4 +1,4 @@
-"""What each stage of the training shows a model, for how long, and how it is evaluated.
+"""Data of each stage of the training, its length, and its evaluation.
 
 Owns the mixtures of rows and the recipes. Must not know the command, files or figures.
 """

@@ -37,7 +37,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How long and how fast a model learns.
+    """Length and learning rate of a training.
 
     Attributes:
         steps: of TOKENS_PER_BATCH tokens each.
@@ -58,7 +58,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Lesson:
-    """What a stage trains on and how it is evaluated.
+    """Data of a stage, and its evaluation.
 
     Attributes:
         batches: from rows and length to endless batches, int64 [rows, length + 1].

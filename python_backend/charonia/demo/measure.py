@@ -1,4 +1,4 @@
-"""What the two checkpoints can do, measured on files that neither was trained on.
+"""Quality of the two checkpoints, measured on files that neither was trained on.
 
 Owns the measurements for the model cards: how often the draft's token is the target's, and
 how faithfully the target copies in an edit. Must not know how the models are trained.

@@ -57,7 +57,7 @@ Figures = dict[str, Any]
 
 @dataclass(frozen=True)
 class Workshop:
-    """What every stage needs: the data, the folder of the checkpoints and the seed."""
+    """Common inputs of all stages: the data, the folder of the checkpoints and the seed."""
 
     data: Data
     checkpoints: Path

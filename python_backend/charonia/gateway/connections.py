@@ -62,12 +62,12 @@ class Connection(HttpToolsProtocol):
 
     @property
     def _is_idle(self) -> bool:
-        """Whether there is no request to be read or answered."""
+        """True if there is no request to be read or answered."""
         return self.cycle is None or self.cycle.response_complete
 
     @property
     def _is_answering(self) -> bool:
-        """Whether a request has been received completely, and its answer is not complete."""
+        """True if a request has been received completely, and its answer is not complete."""
         cycle = self.cycle
         return cycle is not None and not cycle.response_complete and not cycle.more_body
 

@@ -103,7 +103,7 @@ def read_values(kind: type[R], values: Any, what: str) -> R:
 
 
 def _different(values: Sequence[Any]) -> list[Any]:
-    """Those that differ: 1 and 1.0 are the same JSON."""
+    """Return the different ones among values: 1 and 1.0 are the same JSON."""
     found: list[Any] = []
     for value in values:
         if value not in found:
@@ -112,7 +112,7 @@ def _different(values: Sequence[Any]) -> list[Any]:
 
 
 def are_token_ids(values: Sequence[Any]) -> bool:
-    """Whether all values can be token ids."""
+    """Return whether all values can be token ids."""
     return all(type(one) is int and 0 <= one <= INT32_MAX for one in values)
 
 

@@ -1,4 +1,4 @@
-"""What clients got lately and since the start, for people who look at it rather than plot it.
+"""Figures of clients' answers, recent and since the start, for people rather than for plots.
 
 Owns these figures and their windows. Must not know requests. Prometheus has the same and more, see
 `observing`.

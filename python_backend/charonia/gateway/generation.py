@@ -32,7 +32,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Generation:
-    """What a client asks for.
+    """Content of a client's call.
 
     Attributes:
         prompts: at least one. sampling: in the scheduler's names, the same for each prompt.

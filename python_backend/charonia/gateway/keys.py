@@ -1,6 +1,6 @@
-"""Who may call: API keys, and the tenant of each.
+"""Authentication of callers: API keys, and the tenant of each.
 
-Owns the file of keys, and the check of each request's key. Must not know what is asked for.
+Owns the file of keys, and the check of each request's key. Must not know the content of requests.
 """
 
 import hashlib

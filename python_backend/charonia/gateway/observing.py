@@ -179,7 +179,7 @@ class Record:
 
     @property
     def seconds(self) -> float:
-        """Since the request came."""
+        """Seconds since the request came."""
         return time.monotonic() - self.started_at
 
     def first_token(self) -> None:

@@ -38,7 +38,7 @@ _DESCRIPTION = "A gateway in front of charonia servers: OpenAI's API, and a plai
 
 
 class _Untitled(GenerateJsonSchema):
-    """Without a title per field, which would repeat its name."""
+    """A generator of schemas without a title per field, which would repeat its name."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         """See pydantic."""

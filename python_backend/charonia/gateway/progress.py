@@ -1,4 +1,4 @@
-"""Whether a server's engine makes steps, by the answers to probes.
+"""Progress of a server's engine, by the answers to probes.
 
 Owns the criterion, which is that of `supervision.server.probes`: a step was applied within the last
 second, or since a probe first found none. Must not know servers; time is an argument.
@@ -17,9 +17,9 @@ make one, so a later probe tells an idle engine from one that hangs::
 from charonia_client import EngineState
 
 FRESH_S = 1.0
-"""As in `supervision.server.probes`."""
+"""Most seconds since the last step of a working engine, as in `supervision.server.probes`."""
 STEP_TIMEOUT_S = 30.0
-"""As the scheduler's `min_step_deadline_s`: steps of long prompts on a CPU take seconds."""
+"""Timeout, as the scheduler's `min_step_deadline_s`: long prompts' steps on a CPU take seconds."""
 
 
 class Progress:
@@ -45,10 +45,10 @@ class Progress:
 
     @property
     def missed_s(self) -> float:
-        """How long no step had come that a probe had asked for, in seconds, by the last answer."""
+        """Seconds since a probe first asked for a step in vain, by the last answer; else 0."""
         return 0.0 if self._missed_since is None else self._noted_at - self._missed_since
 
     @property
     def hangs(self) -> bool:
-        """Whether the engine hung when the last answer came."""
+        """True if the engine hung when the last answer came."""
         return self.missed_s >= STEP_TIMEOUT_S

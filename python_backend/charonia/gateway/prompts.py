@@ -62,7 +62,7 @@ class Prompts:
 
     @property
     def has_template(self) -> bool:
-        """Whether conversations can be rendered."""
+        """True if conversations can be rendered."""
         return not isinstance(self._template, str)
 
     async def of_text(

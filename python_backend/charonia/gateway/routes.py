@@ -1,4 +1,4 @@
-"""What each route of the gateway takes and answers, with examples.
+"""Routes of the gateway, with the requests and answers of each, and examples.
 
 Owns the table that the OpenAPI document is made of. Must not know how a route works; `app` does.
 """
@@ -300,7 +300,7 @@ _METRICS = {
 }
 PARTS_OF_REQUESTS: tuple[type[Fields], ...] = (PromptRequest,)
 PARTS_OF_ANSWERS: tuple[type, ...] = (Failure, ErrorAnswer)
-"""What others refer to by name alone."""
+"""Types that the schemas of others refer to, beside those of the routes."""
 _UNAVAILABLE = HTTPStatus.SERVICE_UNAVAILABLE
 ROUTES = (
     Route(

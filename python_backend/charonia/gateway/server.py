@@ -190,7 +190,7 @@ def _serving(
 
 
 def _spans(settings: GatewaySettings, log: Callable[[str], None]) -> "Spans | None":
-    """What traces requests; None if nobody wants traces.
+    """Make the tracer of requests; None if nobody wants traces.
 
     Raises:
         ConfigError: the collector's endpoint is wrong, or a package is missing.

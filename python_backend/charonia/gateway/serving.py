@@ -1,7 +1,7 @@
-"""What every request for text needs of the gateway.
+"""Common part of all requests for text.
 
-Owns the names of the model, the limits that hold for every API, and when the fallback model
-answers. Must not know any API.
+Owns the names of the model, the limits that hold for every API, and the use of the fallback
+model. Must not know any API.
 """
 
 import time

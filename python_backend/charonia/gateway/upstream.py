@@ -46,13 +46,13 @@ from charonia_client.values import Include
 
 MAX_ATTEMPTS = 3
 STATE_AGE_S = 0.2
-"""How long the answer to a probe is reused."""
+"""Time for which the answer to a probe is reused, in seconds."""
 PROBE_TIMEOUT_S = 2.0
 """Readiness waits so long for a server that is up."""
 OTHERS_S = 0.1
 """The answers of servers that may be down are waited for so long, once another one can answer."""
 LOAD_AGE_S = 1.0
-"""What a server has to do, and whether it takes requests, is asked again after this time."""
+"""Time after which a server's load, and whether it takes requests, is asked again, in seconds."""
 LENGTH_AGE_S = 5.0
 """A known length limit is refreshed after this time: the server may have another model."""
 _BUSY = (QueueFull, Overloaded, RateLimited)
@@ -91,15 +91,15 @@ class Server:
 
     @property
     def takes_none(self) -> bool:
-        """Whether the last probe had no answer, or said that requests are refused."""
+        """True if the last probe had no answer, or said that requests are refused."""
         state = self.last_state
         return self.is_known_down and (state is None or state.reason is not None)
 
     def trouble(self, state: EngineState | None) -> str | None:
-        """Why the server would not take a request now, as far as it tells; None while it would.
+        """Explain, by what is known, why the server would not take a request now; None if it would.
 
         Args:
-            state: by the last probe; None if it had no answer.
+            state: answer to the last probe; None if it had no answer.
         """
         if state is None:
             return "no answer"
@@ -289,7 +289,7 @@ class Upstream:
                 self._on_retry(server.url)
 
     async def _takes_none(self) -> bool:
-        """Whether no server takes requests, by their last probes.
+        """Return whether no server takes requests, by their last probes.
 
         Probes that are a second old are made again. If no server took requests before, their
         answers are waited for, but not for long.
@@ -359,7 +359,7 @@ def _num_samples(sampling: Sampling) -> int:
 
 
 def may_do_better(error: CharoniaClientError) -> bool:
-    """Whether another server may succeed."""
+    """Return whether another server may succeed."""
     return isinstance(error, Unavailable | ConnectionFailed) and not isinstance(error, RateLimited)
 
 

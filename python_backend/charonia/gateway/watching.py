@@ -37,7 +37,8 @@ PIECE_BYTES = 2**14
 """A large answer is sent in pieces, so that a reader that stops is noticed."""
 _GONE_S = 5.0
 _LINE_ENDS = {character: f"\\u{ord(character):04x}" for character in "\x85\u2028\u2029"}
-"""Not line ends in JSON or server-sent events, but many client libraries split a stream at them."""
+"""Escapes of characters at which many client libraries split a stream, although they end no line in
+JSON or server-sent events."""
 _ESCAPES = [(character.encode(), text.encode()) for character, text in _LINE_ENDS.items()]
 _encode = msgspec.json.Encoder().encode
 

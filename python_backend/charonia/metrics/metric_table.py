@@ -50,16 +50,16 @@ ENGINE_STATES = (
 """States of the engine, those of `core/replica/transitions.py`; steps run in `serving` only."""
 
 CACHED = ("exact", "joined", "semantic")
-"""How a request is answered without being computed, as in `cached` of its timing."""
+"""Ways to answer a request without computing it, as in `cached` of its timing."""
 
 ENDS = ("stop", "length", *KINDS)
-"""How an accepted request ends: a finish reason, or the kind of its error."""
+"""End of an accepted request: a finish reason, or the kind of its error."""
 
 OPERATIONS = ("all_reduce", "all_gather", "broadcast", "reduce_scatter")
 """Collective operations of ranks."""
 
 UNAVAILABLE = tuple(kind for kind, error in KINDS.items() if issubclass(error, UnavailableError))
-"""Why a valid request is refused."""
+"""Kinds of the errors that refuse a valid request."""
 
 OLDEST = ("1", "2", "3", "4", "5")
 """Places of the live requests whose ages are shown, from the oldest on."""

@@ -47,7 +47,7 @@ class Histogram:
         self.sum += value * times
 
     def cumulative(self) -> list[int]:
-        """For each bound, and +Inf: the number of observations up to it."""
+        """Return the number of observations up to each bound, and to +Inf."""
         return list(accumulate(self.counts))
 
 

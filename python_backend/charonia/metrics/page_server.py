@@ -37,7 +37,7 @@ _RECEIVE_BYTES = 4096
 
 
 class NoPageError(Exception):
-    """There is no page at this moment; the text says why."""
+    """No page is available at this moment; the text says why."""
 
 
 @dataclass(frozen=True)

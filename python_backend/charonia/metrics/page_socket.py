@@ -20,7 +20,7 @@ from charonia.sockets.local import SOCKET_SUFFIX, connect, is_same_user, listen
 from charonia.sockets.server import Server
 
 METRICS_SOCKET = f"metrics{SOCKET_SUFFIX}"
-"""Beside the scheduler's model.py."""
+"""Name of the socket, beside the scheduler's model.py."""
 MAX_ANSWER_BYTES = 2**20
 _QUESTION = b"charonia: metrics"
 

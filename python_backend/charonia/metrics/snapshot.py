@@ -72,7 +72,7 @@ class Snapshot:
 
 
 class Span:
-    """What happened from one snapshot to a later one.
+    """Changes from one snapshot to a later one.
 
     A counter that has fallen began again, so all of its new value came in between.
     """
@@ -83,7 +83,7 @@ class Span:
         self._before = before
 
     def rise(self, name: str, **labels: str) -> float | None:
-        """How much counters with these labels rose; None if there is none."""
+        """Return the rise of counters with these labels; None if there is none."""
         return _total(self._rises(name), labels)
 
     def rate(self, name: str, **labels: str) -> float | None:
@@ -123,7 +123,7 @@ class Span:
         return low
 
     def _rises(self, name: str) -> dict[Labels, float]:
-        """By how much each series rose.
+        """Return the rise of each series.
 
         A new series began at 0, but not where the earlier page had nothing of that name from the
         model: it may have had no time to say it.

@@ -30,7 +30,7 @@ from charonia.metrics.page_socket import HistogramState, SchedulerMetrics
 
 INTERVAL_S = 1.0
 THREAD = "metrics"
-"""What the kernel calls the thread, as in `top -H`; at most 15 characters."""
+"""Name of the thread in the kernel, as in `top -H`; at most 15 characters."""
 
 
 class MetricsExporter:

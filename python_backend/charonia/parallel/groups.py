@@ -63,7 +63,7 @@ class Membership:
     table: TableView
 
     def can_share(self, ranks: Sequence[int]) -> bool:
-        """Whether a group of these ranks shares memory; every rank computes the same answer."""
+        """Return whether a group of these ranks shares memory; the same on every rank."""
         memories = {self.memories[rank] for rank in ranks}
         return len(memories) == 1 and None not in memories
 

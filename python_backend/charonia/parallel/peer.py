@@ -22,8 +22,8 @@ from charonia.sockets.connection import Connection
 
 BEAT_S = 0.5
 SPIN_S = 2e-3
-"""How long a rank polls for the next pass before it sleeps: longer than the gap between two steps
-of a busy engine."""
+"""Time for which a rank polls for the next pass before it sleeps, in seconds: longer than the gap
+between two steps of a busy engine."""
 
 
 class Peer:
@@ -41,12 +41,12 @@ class Peer:
         self.heard_at = time.monotonic()
 
     def fileno(self) -> int:
-        """For `select`."""
+        """Return the socket's file descriptor, for `select`."""
         return self._socket.fileno()
 
     @property
     def is_silent(self) -> bool:
-        """Whether nothing was received within the timeout."""
+        """True if nothing was received within the timeout."""
         return time.monotonic() - self.heard_at > self._timeout
 
     def send(self, message: Message) -> None:

@@ -167,7 +167,7 @@ class _Follower:
                 os.sched_setaffinity(0, layout.cores)
 
     def prepared(self) -> Prepared:
-        """What the engine's process must know of this rank."""
+        """Describe this rank to the engine's process."""
         basis = self._basis
         return Prepared(
             device=basis.device.type,

@@ -191,7 +191,7 @@ def _admit(channel: Channel, secret: str) -> bool:
 
 
 def _is_there(peer: Peer) -> bool:
-    """Whether a rank that joined is still connected, and has sent only heartbeats since."""
+    """Return whether a rank that joined is still connected, and has sent only heartbeats since."""
     try:
         return not any(True for _ in peer.take()) and not peer.is_silent
     except (RankLostError, msgspec.DecodeError):

@@ -33,7 +33,7 @@ _CONNECT_TIMEOUT_S = 5.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Be a rank of one engine, or of one engine after another; returns the exit code."""
+    """Run a rank of one engine, or of one engine after another; returns the exit code."""
     options = _parser().parse_args(arguments)
     if not os.environ.get(SECRET_VARIABLE):
         print(
@@ -79,7 +79,7 @@ def _address(text: str) -> tuple[str, int]:
 
 
 def _stay(arguments: list[str]) -> int:
-    """Be a rank of one engine after another, each time in a fresh process."""
+    """Run a rank of one engine after another, each time in a fresh process."""
     process: subprocess.Popen[bytes] | None = None
 
     def end(signum: int, frame: object) -> NoReturn:

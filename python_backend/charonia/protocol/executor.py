@@ -28,7 +28,7 @@ class Opening(Protocol):
 
     @property
     def is_done(self) -> bool:
-        """Whether the outcome is known."""
+        """True if the outcome is known."""
         ...
 
     def result(self) -> EngineInfo:
@@ -43,7 +43,7 @@ class Opening(Protocol):
 
 
 class Executor(Protocol):
-    """Any engine, as the scheduler sees it."""
+    """An engine of any kind, as the scheduler sees it."""
 
     def open(self, *, replace: bool, on_done: Callable[[], None]) -> Opening:
         """Begin to look for the engine, or to load one. One at a time, while no step is in flight.

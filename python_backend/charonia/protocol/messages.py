@@ -13,7 +13,7 @@ KEY_BYTES = 16
 
 
 class RowSampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, weakref=True):
-    """What the engine needs of a request's SamplingParams, with all texts as token ids.
+    """Part of a request's SamplingParams that the engine needs, with all texts as token ids.
 
     Attributes:
         seed: 64-bit seed of the noise, 0 .. 2**64 - 1.
@@ -95,7 +95,7 @@ class BlockLoad(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RowStep(msgspec.Struct, frozen=True, array_like=True):
-    """What one row computes in this step: the next `num_tokens` known tokens after its cursor.
+    """Work of one row in this step: the next `num_tokens` known tokens after its cursor.
 
     A row whose cursor reaches its last known token samples the next one, appends it, and reports
     it. With drafts it does so several times. The drafts are computed in the same pass. As long as
@@ -186,12 +186,12 @@ Collectives = dict[str, tuple[int, int, float]]
 
 
 class StepResult(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """What a step committed.
+    """Results of a step.
 
     Attributes:
         rows: one result per row of the plan, in the plan's order.
         seconds: time inside the engine. draft_seconds: the draft model's part of it.
-        collectives: what its ranks exchanged since the step before; None with a single rank.
+        collectives: exchanges of its ranks since the step before; None with a single rank.
         num_blocks: blocks for which there is memory now, with the null block; None is all.
         not_loaded: blocks that could not be loaded because the content was missing or damaged.
         not_saved: indexes of the plan's saves that failed; their slots are empty.
@@ -236,7 +236,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SlotContent(msgspec.Struct, frozen=True, array_like=True):
-    """What a slot of a tier contains; see `BlockSave`."""
+    """Content of a slot of a tier; see `BlockSave`."""
 
     slot: int
     key: bytes
@@ -270,16 +270,16 @@ class KeptBlocks(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine's memory is used for, in bytes; that of rank 0 if there are several.
+    """Uses of an engine's memory, in bytes; that of rank 0 if there are several.
 
     Attributes:
         weights: memory in use once the weights were loaded.
-        step: what the largest step takes beside that at its peak; None if the arguments fix the
+        step: peak of the largest step beside that; None if the arguments fix the
             KV cache's size, so that no such step was run.
         kv_cache: the target's and the draft model's. On a CPU memory is taken as it is written to.
-        left: what other processes may take once all of that is in use, by all ranks that share the
+        left: memory for other processes once all of that is in use, by all ranks that share the
             machine's memory. total: all memory.
-        source: what limits the memory: "machine", a control group, or a GPU.
+        source: limit of the memory: "machine", a control group, or a GPU.
     """
 
     weights: int
@@ -291,7 +291,7 @@ class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineInfo(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """What the scheduler must know about an engine.
+    """Description of an engine for the scheduler.
 
     Attributes:
         epoch: epoch of the last plan executed, 0 when fresh. pids: all its processes.
@@ -300,10 +300,10 @@ class EngineInfo(msgspec.Struct, frozen=True, tag=True, kw_only=True):
         eos_token_ids: from the checkpoint's configuration.
         max_draft_len: longest context of the draft model, in tokens; 0 without a draft model.
         num_stages: stages of its pipeline; each can compute a different step, of other rows.
-        kept: what slower tiers hold now; None without tiers.
+        kept: content of slower tiers now; None without tiers.
         checkpoint: digest of the checkpoints of the model and the draft model; "" if unknown.
         watches_memory: whether results say how many blocks there is memory for.
-        memory: what it is used for; None if that has no meaning, as in a simulation.
+        memory: its uses; None if these have no meaning, as in a simulation.
     """
 
     epoch: int

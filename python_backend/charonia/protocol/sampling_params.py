@@ -1,4 +1,4 @@
-"""What a request asks for: how its tokens are chosen, when it ends, and what else it wants.
+"""Parameters of a request: the choice of its tokens, its end, and additional outputs.
 
 Owns names, ranges and defaults, which are vLLM's. Knows nothing about tokens or tensors.
 
@@ -68,7 +68,7 @@ class _Sampling(msgspec.StructMeta):
 
 
 class CacheRange(msgspec.Struct, frozen=True, kw_only=True):
-    """How long the prefix cache keeps the blocks whose first token is in a range of positions.
+    """Retention of the prefix cache's blocks whose first token is in a range of positions.
 
     Attributes:
         start: the first position, >= 0. end: the one behind the last; None is without an end.
@@ -96,7 +96,7 @@ _FIELDS_OF_RANGES = fields_of(CacheRange)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Sampling):
-    """How to choose a request's tokens, and when to stop. Names and defaults are vLLM's.
+    """Choice of a request's tokens, and its end. Names and defaults are vLLM's.
 
     Parameters of beam search are accepted if they turn it off; others raise NotSupportedError.
 

@@ -1,4 +1,4 @@
-"""How differently tenants were served while both had requests waiting.
+"""Fairness between tenants: the difference of their service while both had requests waiting.
 
 Owns the measure of fairness of Sheng et al. 2024 (arXiv 2401.00588, section 3). The service of a
 tenant is the tokens of its prompts plus twice its generated tokens, divided by its weight. While
@@ -14,7 +14,7 @@ import numpy as np
 INPUT_COST = 1.0
 OUTPUT_COST = 2.0
 MAX_TENANTS = 64
-"""Only the first ones are compared, because of the number of pairs."""
+"""Most tenants that are compared, the first ones, because of the number of pairs."""
 
 
 class ServiceBySteps:

@@ -49,7 +49,7 @@ _ROUND = 0x9E3779B97F4A7C15  # separates the ids of one round of the trace from 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What serves the traffic.
+    """Arguments and size of the simulated server.
 
     Attributes:
         num_blocks: of the KV cache. max_model_len: tokens of a request, prompt and output.
@@ -65,7 +65,7 @@ class Setting:
 
     @property
     def info(self) -> EngineInfo:
-        """What the simulated engine reports of itself."""
+        """Description of the simulated engine."""
         args = self.engine_args
         layout = KVLayout(
             num_layers=1,
@@ -119,7 +119,7 @@ class Served:
 
     @property
     def is_finished(self) -> bool:
-        """Whether it got all its tokens."""
+        """True if it got all its tokens."""
         return self.outcome in FINISHED
 
 

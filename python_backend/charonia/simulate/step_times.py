@@ -1,4 +1,4 @@
-"""How long steps take: constants, or a fit to an engine's own record.
+"""Times of steps: constants, or a fit to an engine's own record.
 
 Owns the model of a step's time, its file and its fit. Must not know plans or requests.
 

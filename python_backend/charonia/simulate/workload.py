@@ -22,7 +22,7 @@ ADVERSARY = "adversary"
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """How to change a trace.
+    """Changes of a trace.
 
     Attributes:
         num_requests: number of requests. A shorter trace is repeated with other prompts. None is

@@ -114,11 +114,11 @@ class Channel:
 
     @property
     def has_message(self) -> bool:
-        """Whether another whole message was already received with the last one."""
+        """True if another whole message was already received with the last one."""
         return len(self._received) >= self._end_of_message()
 
     def is_quiet(self) -> bool:
-        """Whether no data has arrived and the connection has not ended."""
+        """Return whether no data has arrived and the connection has not ended."""
         if self._received:
             return False
         try:

@@ -63,7 +63,7 @@ def listen(path: Path) -> socket.socket:
 
 
 def is_same_user(channel: Channel) -> bool:
-    """Whether the process at the other end belongs to this user, or to root."""
+    """Return whether the process at the other end belongs to this user, or to root."""
     _, uid = _credentials(channel)
     return uid in (os.geteuid(), _ROOT)
 

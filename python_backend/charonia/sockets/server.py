@@ -122,7 +122,10 @@ class Server:
                 self._strangers[connection] = thread
 
     def _make_room(self) -> bool:
-        """Whether one more connection has room; may close the oldest stranger. Needs the lock."""
+        """Make room for one more connection; return whether there is. Needs the lock.
+
+        If there are too many, the oldest stranger is closed.
+        """
         if len(self._strangers) + len(self._served) < MAX_CONNECTIONS:
             return True
         if not self._strangers:
@@ -167,5 +170,5 @@ class Server:
 
 
 def _origin(address: object) -> str:
-    """Where a connection comes from, if it has an address."""
+    """Describe the origin of a connection, if it has an address."""
     return f" from {address[0]}" if isinstance(address, tuple) else ""

@@ -13,7 +13,7 @@ def process_state(pid: int) -> str | None:
 
 
 def start_time(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; None if it has ended."""
+    """Return the start time of a process, in clock ticks since boot; None if it has ended."""
     stat = _stat(pid)
     return None if stat is None else int(stat[19])
 
@@ -29,12 +29,12 @@ def _stat(pid: int) -> list[str] | None:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a signal has stopped it. A tracing stop, by a debugger, does not count."""
+    """Return whether a signal has stopped it. A tracing stop, by a debugger, does not count."""
     return process_state(pid) == "T"
 
 
 class Stops:
-    """How long processes have been stopped, counted from the first call that found them so."""
+    """Times for which processes have been stopped, from the first call that found them so."""
 
     def __init__(self) -> None:
         self._since: dict[int, float] = {}

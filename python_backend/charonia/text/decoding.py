@@ -1,6 +1,6 @@
-"""How token ids become text, a few at a time.
+"""Text from token ids, a few at a time.
 
-Owns the decoder of a tokenizer.json: what each token contributes to the text, and the streams
+Owns the decoder of a tokenizer.json: the contribution of each token to the text, and the streams
 that put the contributions together. Knows nothing about files, requests or stop strings.
 
 A decoder is a chain of stages. The accepted chains can produce text while tokens still arrive; `?`
@@ -75,7 +75,7 @@ class Decoding(Protocol):
         ...
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What a token adds to a text that has begun; empty for an id without a token.
+        """Return a token's bytes in a text that has begun; empty for an id without a token.
 
         The bytes of all tokens, in order, are the bytes of the text, even if a token is not a whole
         character.

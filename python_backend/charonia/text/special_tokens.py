@@ -1,4 +1,4 @@
-"""Which tokens a checkpoint's configuration names, or makes special.
+"""Tokens that a checkpoint's configuration names, or makes special.
 
 Owns which of its files count. Knows nothing about a tokenizer.
 """

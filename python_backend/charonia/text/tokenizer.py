@@ -145,7 +145,7 @@ class Tokenizer:
         return self._token_texts(token_id)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What a token adds to a text that has begun, special or not: see `Decoding`."""
+        """Return a token's bytes in a text that has begun, special or not: see `Decoding`."""
         return self.decoding.token_bytes(token_id)
 
     def _decode_alone(self, token_id: int) -> str:

@@ -35,7 +35,7 @@ from charonia.tracing.traceparent import TraceContext, parse_traceparent
 
 SERVICE = "charonia"
 CLOSE_S = 1.0
-"""How long the end of a process waits for the collector."""
+"""Time for which the end of a process waits for the collector, in seconds."""
 _NANOSECONDS = 1e9
 
 

@@ -1,4 +1,4 @@
-"""What happened to one request, from its arrival to its last response.
+"""Trace of one request, from its arrival to its last response.
 
 Owns the spans of a request and when each begins and ends. Must not know how they are sent.
 
@@ -12,8 +12,8 @@ Owns the spans of a request and when each begins and ends. Must not know how the
              └─ send         from its first response to its last one
 
 Steps are reported by the scheduling thread and responses by sender threads. A request is over only
-after both, and what a surplus step reports later is ignored. A last step may still be reported
-while a request ends, so whatever is collected is copied before it is read.
+after both, and later reports of a surplus step are ignored. A last step may still be reported while
+a request ends, so collected data is copied before it is read.
 """
 
 from collections.abc import Callable, Mapping

@@ -27,7 +27,7 @@ class TraceContext(NamedTuple):
 
     @property
     def traceparent(self) -> str:
-        """As a header, of version 00 and without what a client may have added."""
+        """Header of version 00, without additions of the client."""
         return f"00-{self.trace_id:032x}-{self.span_id:016x}-{int(self.is_sampled):02x}"
 
     @property

@@ -88,7 +88,7 @@ def large_prompts(target: Target, strength: int) -> None:
 
 
 def nonsense_for_inner_models(target: Target, strength: int) -> None:
-    """What the models of the pipeline are not meant to get, straight at them."""
+    """Send the models of the pipeline directly what they are not meant to get."""
     blob = np.array([b"\xff\xfe" * 500_000], dtype=object)
     inputs = {
         "engine": [

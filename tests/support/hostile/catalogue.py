@@ -23,4 +23,4 @@ _RUNS = (
 ATTACKS = {
     attack.name: attack for attack in (Attack(run.__name__.replace("_", " "), run) for run in _RUNS)
 }
-"""By name."""
+"""Attacks by name."""

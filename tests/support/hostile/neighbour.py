@@ -48,7 +48,7 @@ class Neighbour:
 
     @property
     def median_s(self) -> float:
-        """Of a request; infinite where none was answered."""
+        """Median time of a request, in seconds; infinite if none was answered."""
         return median(self.seconds or [float("inf")])
 
     def _run(self) -> None:
@@ -68,7 +68,7 @@ class Neighbour:
 
 
 def undisturbed(server: TritonServer) -> Neighbour:
-    """What the neighbour gets, and how fast, when nobody attacks."""
+    """Measure the neighbour's answers and their times when nobody attacks."""
     neighbour = Neighbour(server)
     with neighbour:
         while len(neighbour.answers) < NUM_MEASURED and neighbour.error is None:

@@ -40,7 +40,7 @@ class Target:
 
     @classmethod
     def of(cls, server: TritonServer) -> "Target":
-        """Where a server is."""
+        """Return the addresses of a server."""
         host = server.http_url.rpartition(":")[0]
         ports = server.http_port, server.grpc_port, server.metrics_port
         return cls(host, *ports, server.repository)
@@ -84,7 +84,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Attack:
-    """Something hostile, bounded in count and time.
+    """A hostile action, bounded in count and time.
 
     Attributes:
         run: takes the target and a strength, of which 1 takes a few seconds. It raises

@@ -19,7 +19,7 @@ from support.hostile.target import Attack, Target
 MODELS = ("engine", "generate", "postprocessor", "scheduler", "tokenizer")
 SERVER, SHARED = OF_TRITON = ("tritonserver", "/dev/shm")
 KEPT_BYTES, KEPT_BY_TRITON_BYTES = 96 * 2**20, 2**28
-"""What may remain of a process's growth: an allocator keeps what it has, for the next time."""
+"""Growth of a process that may remain: an allocator keeps what it has, for the next time."""
 SETTLE_S = 30.0
 MAX_MORE_FDS = 16
 
@@ -70,10 +70,10 @@ class Watch:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of an attack.
+    """Outcome of an attack.
 
     Attributes:
-        attack: its name. seconds: that it took. failure: what it got that it must not get.
+        attack: its name. seconds: its time. failure: forbidden result that it got.
         num_requests: of the neighbour meanwhile. noticed: how their answers differ from those
             without the attack. slowdown: the median time of one, in that of one without the attack.
         growth: bytes by process. excess: that of those which have grown too much.
@@ -149,7 +149,7 @@ class Arena:
 
 
 def excess_of(growth: Mapping[str, int]) -> dict[str, int]:
-    """What has grown by more bytes than allocators keep."""
+    """Return the growth of each that has grown by more bytes than allocators keep."""
     return {
         role: num_bytes
         for role, num_bytes in growth.items()
@@ -158,7 +158,7 @@ def excess_of(growth: Mapping[str, int]) -> dict[str, int]:
 
 
 def _noticed(neighbour: Neighbour, expected: Answer) -> str | None:
-    """How the neighbour's answers are not what was expected."""
+    """Describe how the neighbour's answers differ from the expected ones."""
     if neighbour.error is not None:
         return f"{type(neighbour.error).__name__}: {neighbour.error}"
     wrong = [answer for answer in neighbour.answers if answer != expected]

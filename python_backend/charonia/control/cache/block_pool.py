@@ -43,7 +43,7 @@ class BlockPool:
             self._empty.append(self._aside.pop())
 
     def num_references(self, block_id: int) -> int:
-        """How many requests hold a block."""
+        """Return the number of requests that hold a block."""
         return self._references[block_id]
 
     def take(self) -> int:

@@ -33,7 +33,7 @@ hundredths of a second). A step may always load one block."""
 _MOST_REQUESTS = 16
 """Most requests for which a step loads blocks."""
 _MOST_LOADS = 2
-"""How often a waiting request's blocks may be loaded."""
+"""Most times that a waiting request's blocks are loaded."""
 
 
 class Fetching:
@@ -56,7 +56,7 @@ class Fetching:
 
     @property
     def has_more(self) -> bool:
-        """Whether there may be something to load."""
+        """True if there may be something to load."""
         return bool(self._to_fetch)
 
     def look_ahead(self, request: Request) -> None:
@@ -75,7 +75,7 @@ class Fetching:
         return len(self._keys(request, hits, len(request.block_keys)))
 
     def waits(self, request: Request, hits: list[int], num_spare: int) -> bool:
-        """Whether a request must wait for blocks that are being loaded, or will be.
+        """Return whether a request must wait for blocks that are being loaded, or will be.
 
         Args:
             num_spare: blocks that a step may load into.
@@ -150,7 +150,7 @@ class Fetching:
         self._stats.blocks_loaded += num_loaded
 
     def _is_in_vain(self, request: Request) -> bool:
-        """Whether a request's loads reached their limit, because they keep being evicted."""
+        """Return whether a request's loads reached their limit, because they keep being evicted."""
         return self._num_loaded.get(request, 0) >= self._most_loads.get(request, 1)
 
     def _keys(self, request: Request, hits: list[int], most: int) -> list[bytes]:

@@ -124,15 +124,15 @@ class KVCache:
         return self._index.find(keys)
 
     def count_free(self, block_ids: Sequence[int]) -> int:
-        """How many of these cached blocks are free: acquiring them takes from `num_free`."""
+        """Count the free ones among these cached blocks: acquiring them takes from `num_free`."""
         return sum(not self._pool.num_references(block_id) for block_id in block_ids)
 
     def num_references(self, block_id: int) -> int:
-        """How many requests hold a block."""
+        """Return the number of requests that hold a block."""
         return self._pool.num_references(block_id)
 
     def count_with_draft_kv(self, block_ids: Sequence[int]) -> int:
-        """How many of these blocks, from the first on, also hold the draft model's KV."""
+        """Count the blocks, from the first on, that also hold the draft model's KV."""
         with_kv = itertools.takewhile(self._has_draft_kv.__getitem__, block_ids)
         return sum(1 for _ in with_kv)
 
@@ -388,7 +388,7 @@ class KVCache:
         return next(name for name, entries in waiting if not self._is_held(entries[-1]))
 
     def _is_ordered(self, entry: int) -> bool:
-        """Whether the eviction orders an entry: it is neither held nor reserved."""
+        """Return whether the eviction orders an entry: it is neither held nor reserved."""
         return not (self._num_waiting[entry] or self._is_held(entry))
 
     def _is_held(self, entry: int) -> bool:

@@ -1,4 +1,4 @@
-"""Which prefixes are cached, and in which blocks: a tree of entries.
+"""Index of cached prefixes and their blocks: a tree of entries.
 
 Owns the map from keys to entries, and the tree. Knows nothing about who holds a block.
 
@@ -78,7 +78,7 @@ class PrefixIndex:
         return self._parent_of[entry]
 
     def is_only_child(self, entry: int) -> bool:
-        """Whether the parent of an entry has no other child."""
+        """Return whether the parent of an entry has no other child."""
         return not self._older[entry] and not self._younger[entry]
 
     def add(self, key: bytes, block_id: int, parent: int) -> int:

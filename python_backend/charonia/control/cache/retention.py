@@ -75,7 +75,7 @@ class Retention:
 
     @property
     def has_low(self) -> bool:
-        """Whether an entry is to be evicted before all that the policy orders."""
+        """True if an entry is to be evicted before all that the policy orders."""
         return len(self._low) > 0
 
     def set(self, entry: int, priority: int, ttl_ms: int) -> bool:
@@ -234,7 +234,7 @@ class Retention:
                 return
 
     def _make_room(self, entry: int, priority: int) -> bool:
-        """Whether an entry may be protected; this ends the protection of entries it replaces.
+        """Make room to protect an entry, at the cost of others. Return whether there is room.
 
         Entries are replaced one by one. If they turn out to be too few, they are not restored.
         """
@@ -256,7 +256,7 @@ class Retention:
         return bool(self._high) and self._priority[self._high.first()] <= priority
 
     def _num_to_protect(self, entry: int) -> int:
-        """How many of an entry and those before it are not protected."""
+        """Count this entry and its ancestors, up to the first one that is protected."""
         num = 0
         while entry and not self._is_protected(entry):
             num += 1

@@ -1,4 +1,4 @@
-"""Which content slower tiers hold, in which slots, and what is to be saved to them.
+"""Index of slower tiers: the content of their slots, and the blocks to save to them.
 
 Owns the map from keys to slots, and the choice of the next slot to write. Knows blocks only by
 number, and nothing about whether a tier is memory or a file.
@@ -80,11 +80,11 @@ class Tiers:
         self._saves: list[BlockSave] = []
 
     def __contains__(self, key: bytes) -> bool:
-        """Whether any tier holds the content with this key."""
+        """Return whether any tier holds the content with this key."""
         return any(key in tier.contents for tier in self._tiers)
 
     def describe(self) -> KeptBlocks:
-        """What the tiers hold now, as an engine would describe it."""
+        """Describe the content of the tiers, as an engine would."""
         tiers = [
             TierInfo(
                 name=name,
@@ -101,7 +101,7 @@ class Tiers:
         return zip(self._names, (len(tier.contents) for tier in self._tiers), strict=True)
 
     def blocks_in(self, num_bytes: int) -> int:
-        """How many blocks fit into `num_bytes`; at least one."""
+        """Return the number of blocks that fit into `num_bytes`; at least one."""
         return max(1, num_bytes // self._slot_bytes)
 
     def note_hit(self, key: bytes) -> bool:
@@ -117,7 +117,7 @@ class Tiers:
 
     @property
     def may_save_more(self) -> bool:
-        """Whether the next plan may save more blocks."""
+        """True if the next plan may save more blocks."""
         return len(self._saves) < self.blocks_in(SAVED_ALONE)
 
     def save(self, block_id: int, key: bytes, has_draft: bool) -> None:
@@ -144,7 +144,7 @@ class Tiers:
             self._tiers[one.tier].drop(one.key, one.slot)
 
     def load(self, block_id: int, key: bytes) -> tuple[BlockLoad, bool]:
-        """How to load content that a tier holds into a block; and whether it has draft KV."""
+        """Return the load of a tier's content into a block; and whether it has draft KV."""
         number = next(n for n, tier in enumerate(self._tiers) if key in tier.contents)
         contents = self._tiers[number].contents
         contents.move_to_end(key)  # so that no save of this step overwrites it

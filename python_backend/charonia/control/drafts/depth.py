@@ -1,4 +1,4 @@
-"""How many tokens each request drafts in a step.
+"""Number of tokens that each request drafts in a step.
 
 Owns the choice of depths, and each request's acceptance. Knows nothing about how drafts are made,
 or the token budget: a request's room is an argument.
@@ -78,10 +78,10 @@ class DepthPolicy(Protocol):
         """
 
     def rests(self, num_rows: int, num_tokens: int) -> bool:
-        """Whether no row drafts in a step of this size, whichever rows could."""
+        """Return whether no row drafts in a step of this size, whichever rows could."""
 
     def note_rest(self) -> None:
-        """There was a step without drafts for which `choose` was not called."""
+        """Note a step without drafts for which `choose` was not called."""
 
     def observe_drafts(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         """Learn from the verification of a request's drafts, 1 <= num_drafted.
@@ -147,7 +147,7 @@ class _Acceptance:
         return (self.accepted + prior * prior_trials) / (self.trials + prior_trials)
 
     def differs(self, rate: float) -> bool:
-        """Whether these counts differ clearly from what `rate` would give."""
+        """Return whether these counts differ clearly from what `rate` would give."""
         surplus = self.accepted - rate * self.trials
         return surplus * surplus > _CLEAR * _CLEAR * self.trials * rate * (1.0 - rate)
 
@@ -170,11 +170,11 @@ class _Choice:
 
     @property
     def is_rest(self) -> bool:
-        """Whether no row drafts."""
+        """True if no row drafts."""
         return not self.depth and not self.depth_of
 
     def holds(self, num_rows: int, num_tokens: int) -> bool:
-        """Whether a step is like the one that the choice was made for.
+        """Return whether a step is like the one that the choice was made for.
 
         Other tokens of the step matter only if there are drafts, whose cost depends on them.
         """

@@ -76,7 +76,7 @@ class Speculation:
         return drafts
 
     def rests_after(self, step: Step) -> bool:
-        """Whether the step after one without drafts will have no drafts either.
+        """Return whether the step after one without drafts will have no drafts either.
 
         Then it may be planned before the tokens are known that drafts would follow.
         """

@@ -226,7 +226,7 @@ class _Generation:
         self._cursors: dict[str, _Cursor] = {}
 
     def has_room(self, num_tokens: int) -> bool:
-        """Whether a response of `num_tokens` tokens fits."""
+        """Return whether a response of `num_tokens` tokens fits."""
         return len(self._token_ids) + num_tokens < MAX_GENERATION_TOKENS
 
     def add(self, response: list[int]) -> None:
@@ -250,7 +250,7 @@ class _Generation:
         return automaton.continued(state, length)
 
     def draft(self, start: int, num_tokens: int) -> list[int]:
-        """At most `num_tokens` tokens from `start` on, up to the end of its response."""
+        """Return at most `num_tokens` tokens from `start` on, up to the end of its response."""
         draft_ids = self._token_ids[start : start + num_tokens]
         if _NO_TOKEN in draft_ids:
             del draft_ids[draft_ids.index(_NO_TOKEN) :]
@@ -283,7 +283,7 @@ class SuffixDrafter:
             self._allowance -= len(response)
 
     def propose(self, request: Request, max_tokens: int) -> list[int]:
-        """At most `max_tokens` (>= 1) token ids that may follow; none if nothing matches."""
+        """Return at most `max_tokens` (>= 1) token ids that may follow; none if nothing matches."""
         length, start = self._repeated(request)
         source = None
         for generation in self._used_scope(request.cache_scope):

@@ -1,4 +1,4 @@
-"""How long answers were lately, and how many steps they took.
+"""Lengths of recent answers, and the numbers of their steps.
 
 Owns the record of the answers that ended. Knows nothing about the use of its estimates.
 

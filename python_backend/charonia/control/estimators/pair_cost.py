@@ -24,7 +24,7 @@ _DOUBT = 0.01  # as strong as so much of all evidence speaks that keys are read 
 
 
 class AttentionTime(NamedTuple):
-    """What attention adds to a step.
+    """Time that attention adds to a step.
 
     Attributes:
         pair_s: seconds of a pair of a query and a key. key_s: seconds to read a key, once for all
@@ -60,7 +60,7 @@ class _Line:
 
     @property
     def spreads(self) -> tuple[float, float, float]:
-        """Of pairs by pairs, pairs by keys, keys by keys.
+        """Sums of products of deviations: pairs by pairs, pairs by keys, keys by keys.
 
         A little is added, so that no line goes through a single point.
         """

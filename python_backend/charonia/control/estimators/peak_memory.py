@@ -66,7 +66,7 @@ class PeakMemory:
         num_hits: int,
         beside: tuple[Request, int] | None = None,
     ) -> bool:
-        """Whether a request fits beside the running ones. Alone it always fits.
+        """Return whether a request fits beside the running ones. Alone it always fits.
 
         The needs of running requests are cached until `begin_plan`.
 

@@ -1,4 +1,4 @@
-"""How long it takes to compute prompts.
+"""Time to compute prompts.
 
 Owns the estimate, learned from past steps, through all epochs of an engine. Knows nothing about its
 use.
@@ -25,7 +25,7 @@ class PromptTime:
 
     @property
     def attention(self) -> AttentionTime:
-        """What a prompt's attention takes."""
+        """Time of a prompt's attention."""
         return self._pairs.time
 
     def start_epoch(self, limits: Limits) -> None:

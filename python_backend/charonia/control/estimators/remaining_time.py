@@ -1,4 +1,4 @@
-"""How long a request would still take if it ran now.
+"""Time that a request would still take if it ran now.
 
 Owns the estimate, learned from past steps and answers. Knows nothing about its use. It is a mean,
 so it may be too low or too high. It assumes that a prompt costs the time of steps of its size and

@@ -1,4 +1,4 @@
-"""How long a step takes, learned from past steps.
+"""Time of a step by its size, learned from past steps.
 
 Owns the prediction of seconds from a step's size. Knows nothing about requests, or the use of the
 prediction. There is no calibration. Sizes that were never measured, or not lately, are predicted as
@@ -66,7 +66,7 @@ class CostCurve:
 
     @property
     def is_known(self) -> bool:
-        """Whether anything was observed often enough to predict from."""
+        """True if anything was observed often enough to predict from."""
         return self._curve[-1] > 0.0
 
     def at(self, size: int) -> float:
@@ -80,7 +80,7 @@ class CostCurve:
         return (at_low + slope * (size - low)) * self._scale
 
     def at_most(self, size: int) -> float:
-        """As `at`, but pessimistic about sizes that were not observed.
+        """Predict as `at` does, but pessimistically for sizes that were not observed.
 
         A step takes no longer than a larger one, and in proportion to its tokens no longer than a
         smaller one. Each size that was observed, even once, bounds all others in this way.
@@ -93,7 +93,7 @@ class CostCurve:
         return min(bounds, default=0.0) * self._scale
 
     def is_measured(self, size: int) -> bool:
-        """Whether sizes like this one were observed a few times."""
+        """Return whether sizes like this one were observed a few times."""
         return self._counts[bisect_right(_MIDDLES, size)] >= _FEW
 
     def observe(self, size: int, seconds: float) -> None:
@@ -169,7 +169,7 @@ class StepCost:
             self.draft_pass.observe(size, draft_seconds / shape.num_passes)
 
     def _is_cold(self, size: int) -> bool:
-        """Whether memory and caches were not warm for a step of this size."""
+        """Return whether memory and caches were not warm for a step of this size."""
         self._num_steps += 1
         sizes, self._last_sizes = self._last_sizes, (size, self._last_sizes[0])
         return self._num_steps <= _WARM_UP or all(

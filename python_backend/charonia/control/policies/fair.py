@@ -117,7 +117,7 @@ class VirtualCounters:
         self._charge(tokens, self._output_cost)
 
     def margin(self, request: Request, num_running: int, num_left: int) -> float:
-        """How far its tenant's counter may be above others when a request displaces others.
+        """Return how far its tenant's counter may be above others when a request displaces others.
 
         Args:
             num_running: requests of all tenants that run.
@@ -368,7 +368,7 @@ class FairWaiting:
         return [tenant for _, tenant in least]
 
     def _counts(self, tenant: str) -> bool:
-        """Whether a tenant's counter is still needed."""
+        """Return whether a tenant's counter is still needed."""
         return tenant in self._of or tenant in self._running or tenant == self._last
 
     def _least_place(self) -> tuple[float, str] | None:

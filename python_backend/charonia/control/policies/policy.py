@@ -21,7 +21,7 @@ class WaitingOrder(Protocol):
         ...
 
     def __contains__(self, request: Request) -> bool:
-        """Whether a request waits."""
+        """Return whether a request waits."""
         ...
 
     def push(self, request: Request, *, is_new: bool) -> None:
@@ -78,7 +78,7 @@ class RunningOrder(Protocol):
 
 
 class Displacement(Protocol):
-    """Which waiting request may displace which running ones."""
+    """Order of displacement: the running requests that a waiting one may displace."""
 
     def level(self, request: Request) -> float:
         """Smaller is sooner: a request can only be displaced by one of a smaller level.
@@ -88,7 +88,7 @@ class Displacement(Protocol):
         ...
 
     def victims(self, waiting: Request, running: Iterable[Request]) -> Iterator[Request]:
-        """Those of `running`, in this order, that the waiting request may preempt."""
+        """Return those of `running`, in this order, that the waiting request may preempt."""
         ...
 
 

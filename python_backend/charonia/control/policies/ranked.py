@@ -20,7 +20,7 @@ Rank = tuple[float, int]
 
 
 class Ranked(Protocol):
-    """What a rank is computed from: a `Request`, or something that stands for one."""
+    """Basis of a rank: a `Request`, or something that stands for one."""
 
     @property
     def number(self) -> int: ...

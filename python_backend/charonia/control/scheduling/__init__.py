@@ -1,1 +1,1 @@
-"""From requests to steps: which requests have a row, what each row computes, and the results."""
+"""Steps from requests: the requests that have a row, the work of each row, and the results."""

@@ -19,7 +19,7 @@ from charonia.control.state.step import Step
 from charonia.protocol import NewRow
 
 MAX_DISPLACED = 16
-"""Once a step has preempted so many requests for urgent ones, it admits no more of those."""
+"""Number of preemptions for urgent requests after which a step admits no more of those."""
 
 
 class Admission:

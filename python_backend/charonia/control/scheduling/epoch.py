@@ -141,7 +141,7 @@ class Epoch:
         return self._lookups.num_found(request) * self.limits.block_size
 
     def may_plan_ahead(self, shedding: LoadShedding) -> bool:
-        """Whether a step may be planned for rows that have tokens in flight.
+        """Return whether a step may be planned for rows that have tokens in flight.
 
         Not with a suspect: it runs alone, or a crash would not prove its guilt.
         """
@@ -225,7 +225,7 @@ class Epoch:
             self._row_planner.add_drafts(step, speculation.draft(step, self.limits))
 
     def _is_to_look(self, now: float) -> bool:
-        """Whether an empty step is due, in which the engine only looks at its memory."""
+        """Return whether an empty step is due, in which the engine only looks at its memory."""
         is_idle = self.limits.watches_memory and not self._in_flight
         return is_idle and now >= self._applied_at + _LOOK_AT_MEMORY_S
 

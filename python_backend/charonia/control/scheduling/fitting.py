@@ -1,4 +1,4 @@
-"""Which waiting request can be admitted next, and which running ones it would displace.
+"""Choice of the next waiting request to admit, and of the running ones that it would displace.
 
 Owns the arithmetic of fitting: tokens of the step, blocks of the pool. Changes nothing. Knows
 nothing about row numbers, or what a step computes.
@@ -31,7 +31,7 @@ MAX_AWAITING = 64
 requests behind them wait, too."""
 
 MAX_PASSES = 16
-"""How often a request that does not fit may be passed by others that do. After that, free blocks
+"""Most times that a request that does not fit is passed by others that do. After that, free blocks
 are kept for it."""
 
 
@@ -159,7 +159,7 @@ class Fitting:
                 return
 
     def _is_fetched(self, request: Request, hits: list[int], owed: int) -> bool:
-        """Whether a request waits for blocks to be loaded."""
+        """Return whether a request waits for blocks to be loaded."""
         if self._fetching is None:
             return False
         return self._fetching.waits(request, hits, self.num_to_load_into(owed))
@@ -207,7 +207,7 @@ class Fitting:
         return None
 
     def _fits_beside(self, first: Request, request: Request, hits: list[int], owed: int) -> bool:
-        """Whether the first waiting request would still fit if another one were admitted."""
+        """Return whether the first waiting request would still fit if another one were admitted."""
         owed += self._blocks.num_taken(request, hits)
         first_hits = self._blocks.hits(first)
         if self._spare(first, first_hits, owed) < 0:
@@ -239,7 +239,7 @@ class Fitting:
                 return
 
     def _has_budget(self, request: Request, hits: list[int], budget: int) -> bool:
-        """Whether a step with `budget` tokens left can begin a waiting request."""
+        """Return whether a step with `budget` tokens left can begin a waiting request."""
         can_wait = self._limits.enable_chunked_prefill
         return can_wait or self._blocks.num_left(request, hits) <= budget
 
@@ -259,7 +259,7 @@ class Fitting:
         victims: Iterable[Request] = (),
         beside: tuple[Request, int] | None = None,
     ) -> bool:
-        """Whether a waiting request fits until it ends beside the running ones without victims.
+        """Return whether a waiting request fits beside running ones until it ends, without victims.
 
         Args:
             beside: another waiting request that would run, too, and its cached blocks.

@@ -1,4 +1,4 @@
-"""What steps do without while the server is overloaded.
+"""Load shedding: reduced work of steps while the server is overloaded.
 
 Owns the settings. Knows nothing about when they apply.
 """
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class LoadShedding(NamedTuple):
-    """How steps are made lighter under load.
+    """Reductions of steps' work under load.
 
     Attributes:
         speculates: whether tokens are drafted.

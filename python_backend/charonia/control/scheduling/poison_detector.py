@@ -59,7 +59,7 @@ class PoisonDetector:
 
 
 def _is_stuck(request: Request) -> bool:
-    """Whether the engine may have died of it twice, at the same position."""
+    """Return whether the engine may have died of it twice, at the same position."""
     before = request.num_known_at_death
     if before is None or not request.num_in_flight or request.is_ended:
         return False

@@ -1,4 +1,4 @@
-"""Which waiting requests wait for a prefix that another one is computing.
+"""Choice of the requests that wait for a prefix that another one is computing.
 
 Owns that choice. Knows nothing about rows, or the order of admission.
 
@@ -24,8 +24,8 @@ from charonia.control.state.request import Request
 from charonia.control.state.stats import SchedulerStats
 
 _WORTH = 2.0
-"""Others wait for a prefix only if it takes at least as long as so many steps of one token: the
-step that they start behind, and one more in case steps overlap."""
+"""Least time of a prefix that others wait for, in steps of one token: the step that they start
+behind, and one more in case steps overlap."""
 
 
 class PrefixSharing:
@@ -59,7 +59,7 @@ class PrefixSharing:
             self._computing.append(request)
 
     def still_waits(self, request: Request, now: float) -> bool:
-        """Whether a request still waits for blocks that are being computed."""
+        """Return whether a request still waits for blocks that are being computed."""
         other = request.awaits
         if other is None:
             return False
@@ -68,7 +68,7 @@ class PrefixSharing:
         return request.awaits is not None and now < request.awaits_until
 
     def waits(self, request: Request, num_hits: int, now: float) -> bool:
-        """Whether a request that waits for no prefix begins to wait for one.
+        """Return whether a request that waits for no prefix begins to wait for one.
 
         Args:
             request: must have the keys of all its known tokens.
@@ -97,7 +97,7 @@ class PrefixSharing:
         return True
 
     def _until(self, request: Request, num_hits: int, num_blocks: int, now: float) -> float:
-        """Until when a request waits at most for its first `num_blocks` blocks.
+        """Return the time until which a request waits at most for its first `num_blocks` blocks.
 
         If prefixes diverge at several points, it finds the next part when the last one is there.
         Blocks that it already waited for are not counted again.
@@ -110,7 +110,7 @@ class PrefixSharing:
         return until
 
     def seconds(self, num_blocks: int, num_before: int) -> float:
-        """How long it takes to compute `num_blocks` blocks behind `num_before` others."""
+        """Estimate the seconds to compute `num_blocks` blocks behind `num_before` others."""
         return self._time.of(num_blocks * self._block_size, num_before * self._block_size)
 
 

@@ -1,4 +1,4 @@
-"""How many tokens of prompts a step computes beside requests that generate.
+"""Budget of prompt tokens that a step computes beside requests that generate.
 
 Owns the estimate of what these tokens cost, learned from past steps. Knows nothing about requests.
 

@@ -1,4 +1,4 @@
-"""What each row computes in a step: its next tokens, the blocks they need, drafts behind them.
+"""Work of each row in a step: its next tokens, the blocks they need, drafts behind them.
 
 Owns the growth of running requests, and preemption when blocks run out. Knows nothing about
 admission, or where drafts come from.
@@ -140,5 +140,5 @@ class RowPlanner:
 
 
 def _goes_on(request: Request) -> bool:
-    """Whether a request in flight needs another step, unless a token in flight ends it."""
+    """Return whether a request in flight needs another step, unless a token in flight ends it."""
     return len(request.token_ids) + request.num_sampling < request.max_known

@@ -139,7 +139,7 @@ class Scheduler:
 
     @property
     def may_plan_ahead(self) -> bool:
-        """Whether a step may be planned for rows that have tokens in flight."""
+        """True if a step may be planned for rows that have tokens in flight."""
         return self._epoch.may_plan_ahead(self.shedding)
 
     # ------------------------------------------------------------------ requests come and go

@@ -1,4 +1,4 @@
-"""How large the next step may be: rows, tokens, and prompt tokens.
+"""Limits of the next step: rows, tokens, and prompt tokens.
 
 Owns the choice between configured and learned sizes, and the estimate of which rows will decode.
 Knows nothing about which request gets a row, or what a step contains.
@@ -18,7 +18,7 @@ from charonia.protocol import StepResult
 
 
 class _Decodes(NamedTuple):
-    """What a step computed beside prompts: rows that sample, and drafts that they verify.
+    """Work of a step beside prompts: rows that sample, and drafts that they verify.
 
     Attributes:
         num_before: computed tokens of a prompt that it left unfinished.
@@ -101,7 +101,7 @@ class StepBudget:
         return -(-num_requests // self._limits.num_stages)
 
     def num_rows(self, num_free: int, num_running: int) -> int:
-        """How many of the free rows may be given to requests."""
+        """Return the number of free rows that may be given to requests."""
         if self._sizes is None:
             return num_free
         num_more = self._sizes.max_rows * self._limits.num_stages - num_running

@@ -1,4 +1,4 @@
-"""How many rows and tokens a step has if "auto" is configured: as many as still raise throughput.
+"""Rows and tokens of a step if "auto" is configured: as many as still raise throughput.
 
 Owns the choice, learned from past steps. Knows nothing about requests.
 
@@ -54,7 +54,7 @@ class _Size:
         self._seen[group] = self._num_steps
 
     def note_tried(self, size: int) -> None:
-        """There was a step of this size. After enough large ones, the limit is doubled."""
+        """Note a step of this size. After enough large ones, the limit is doubled."""
         self._num_large += 2 * size > self._limit
         if self._num_large >= _TRIES:
             self._limit, self._num_large = min(2 * self._limit, self._most), 0
@@ -154,7 +154,7 @@ class StepSize:
             self._choose()
 
     def note_preemption(self, num_running: int) -> None:
-        """There was no room for all rows; `num_running` are left."""
+        """Note that there was no room for all rows; `num_running` are left."""
         self._room = max(1.0, min(self._room, num_running))
         if self._rows is not None:
             self.max_rows = min(self.max_rows, int(self._room))

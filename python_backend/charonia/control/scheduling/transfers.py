@@ -1,4 +1,4 @@
-"""What a step moves in addition to computing: blocks loaded and saved, and memory given back.
+"""Transfers of a step beside its computation: blocks loaded and saved, and memory given back.
 
 Owns the amounts. Knows nothing about rows, or which requests wait for loads.
 """

@@ -82,7 +82,7 @@ class Limits:
 
     @property
     def overlaps(self) -> bool:
-        """Whether a request may be in two steps in flight."""
+        """True if a request may be in two steps in flight."""
         return self.async_scheduling and self.num_stages == 1
 
     @property

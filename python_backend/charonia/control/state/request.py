@@ -191,7 +191,7 @@ class Request:
 
 
 class Update(msgspec.Struct, frozen=True, gc=False):
-    """What a step did to one request. Nothing that it holds may refer to it (`gc`).
+    """Effect of a step on one request. Nothing that it holds may refer to it (`gc`).
 
     Attributes:
         prompt_offset: the first position that the step computed; `prompt_logprobs` belong to the

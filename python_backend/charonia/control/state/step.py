@@ -21,7 +21,7 @@ class Draft:
 
     @property
     def is_by_engine(self) -> bool:
-        """Whether the engine's draft model computes anything for it."""
+        """True if the engine's draft model computes anything for it."""
         return self.num_draft_tokens > 0
 
     @property
@@ -130,7 +130,7 @@ class Step:
 
     @property
     def num_decode_drafts(self) -> int:
-        """Those of rows that compute no prompt."""
+        """Drafts of rows that compute no prompt."""
         return sum(
             draft.num_drafts
             for place, draft in self.drafts.items()
@@ -139,7 +139,7 @@ class Step:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the engine has nothing to do in it."""
+        """True if the engine has nothing to do in it."""
         return not (self.rows or self.saves or self.fetches or self.discards)
 
     def as_plan(self, epoch: int, leaves: list[int]) -> StepPlan:
@@ -163,6 +163,6 @@ class Step:
         )
 
     def samples(self, place: int) -> bool:
-        """Whether a request's cursor reaches its last token. It must be in no other step."""
+        """Return whether a request's cursor reaches its last token. It must be in no other step."""
         request = self.requests[place]
         return request.num_computed + self.rows[place].num_tokens == len(request.token_ids)

@@ -271,7 +271,7 @@ class AnswerCache(RequestEvents):
         return shared if has_all and is_in_time else None
 
     def _has_order(self, request: GenerationRequest) -> bool:
-        """Whether a request's place in the queue depends on its deadline; such ones don't join."""
+        """Return whether a deadline orders a request in the queue; such requests don't join."""
         is_by_deadline = self.core.engine_args.scheduling_policy == "deadline"
         return is_by_deadline and request.params.deadline_ms is not None
 

@@ -1,4 +1,4 @@
-"""Which requests have the same answer.
+"""Keys of answers: requests with the same key have the same answer.
 
 Owns the keys of answers. Two requests are equal if they have the same model revision, tenant, salt,
 prompt and sampling parameters, but for parameters that change no token. Must not know the answers.
@@ -50,12 +50,12 @@ def revision_of(info: EngineInfo, args: EngineArgs, limits: Limits) -> bytes | N
 
 
 def is_greedy(params: SamplingParams) -> bool:
-    """Whether sampling always takes the likeliest token, so that the seed does not matter."""
+    """Return whether sampling always takes the likeliest token, so that the seed has no effect."""
     return params.temperature == 0.0 or params.top_k == 1
 
 
 def is_determined(request: GenerationRequest) -> bool:
-    """Whether a request is deterministic: it has the same answer each time."""
+    """Return whether a request is deterministic: it has the same answer each time."""
     params = request.params
     return is_greedy(params) or params.seed is not None
 

@@ -49,7 +49,7 @@ class Answer(NamedTuple):
     number: int
 
     def pieces(self) -> list[Piece]:
-        """Its pieces, in order."""
+        """Decode its pieces, in order."""
         return _decoder.decode(self.content)
 
 
@@ -88,7 +88,7 @@ class Pieces:
         return [Chunk.merge(own) for _, own in sorted(found.items())]
 
     def is_complete(self, num_samples: int) -> bool:
-        """Whether this many samples have ended by a stop or by their length."""
+        """Return whether this many samples have ended by a stop or by their length."""
         return sum(chunk.finish_reason in _COMPLETE for chunk in self._whole) == num_samples
 
     def encoded(self) -> bytes:

@@ -23,7 +23,7 @@ from charonia.protocol import FinishReason
 
 
 class Source(NamedTuple):
-    """Where a request's answer comes from that was not computed for it.
+    """Source of the answer to a request for which it was not computed.
 
     Attributes:
         kind: "exact", the cached answer of an equal request; "joined", the computation of an equal
@@ -105,9 +105,9 @@ class Subscriber:
     reason: FinishReason = "cancelled"
     first_at: float | None = None
     _received: list[int] = field(default_factory=list)
-    """How many tokens it has received of each sample."""
+    """Number of tokens it has received of each sample."""
     _spans: dict[int, tuple[float, float]] = field(default_factory=dict)
-    """When it received the first and the latest tokens of each sample."""
+    """Times at which it received the first and the latest tokens of each sample."""
 
     def __post_init__(self) -> None:
         self.open = set(range(self.request.params.n))
@@ -158,7 +158,7 @@ class Subscriber:
         return max(0.0, (now if started_at is None else started_at) - self.arrived_at)
 
     def timing_so_far(self, now: float) -> Timing:
-        """Its timing if it ends before the computation does."""
+        """Return its timing if it ends before the computation does."""
         source = None if self is self.computation.leader else Source("joined")
         total_s = now - self.arrived_at
         return timing_of_cached(source, self.queue_s(now), self.first_token_s, total_s)

@@ -1,1 +1,1 @@
-"""Who is let in, what tenants may take, and what is given up under pressure."""
+"""Admission control, limits of tenants, and degradation under load."""

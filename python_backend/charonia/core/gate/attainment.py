@@ -1,6 +1,6 @@
-"""What each tenant received, and whether its targets were met.
+"""Service of each tenant, and attainment of its targets.
 
-Owns how the ends of requests and the computed tokens are counted. Must not know how requests are
+Owns the counts of requests' ends and of computed tokens. Must not know how requests are
 served.
 
 A cancelled request does not count for the targets. A request that ended with an error before its
@@ -19,7 +19,7 @@ _CANCELLED = "cancelled"
 
 
 class LiveEntry(Protocol):
-    """What is known of an accepted request, as far as its end is counted."""
+    """An accepted request, as far as its end is counted."""
 
     @property
     def request(self) -> GenerationRequest:
@@ -28,7 +28,7 @@ class LiveEntry(Protocol):
 
     @property
     def arrived_at(self) -> float:
-        """Its arrival, in seconds."""
+        """Time of its arrival, in seconds."""
         ...
 
     @property

@@ -347,7 +347,7 @@ def _check(tenant: str, account: _Account, args: TenantArgs, num_coming: int = 0
 
 
 def _exceeds(num_waiting: int, num_tokens: int, maximum: int | None) -> bool:
-    """Whether these tokens exceed the maximum; a request that waits alone may have any number."""
+    """Return whether these tokens exceed the maximum; a request that waits alone never does."""
     return maximum is not None and num_waiting > 0 and num_waiting + num_tokens > maximum
 
 

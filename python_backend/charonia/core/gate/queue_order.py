@@ -43,7 +43,7 @@ class Entry:
 
 
 class QueueOrder:
-    """Those that wait for their first step.
+    """Requests that wait for their first step, in order.
 
     A changed weight counts from the next arrival or start of a request of its tenant.
 

@@ -24,7 +24,7 @@ from charonia.events import event, warning_event
 from charonia.metrics.metric_table import OTHERS
 
 LOOK_EVERY_S = 1.0
-"""How often the file is checked for changes, in seconds."""
+"""Interval at which the file is checked for changes, in seconds."""
 MAX_LABELS = 64
 """Most tenants with a label of their own in metrics. Tenants that were removed from the file count,
 too, because their series stay."""
@@ -134,7 +134,7 @@ class Tenants:
         return table.tenants.get(tenant, table.default)
 
     def accepts(self, tenant: str) -> bool:
-        """Whether this tenant is served."""
+        """Return whether this tenant is served."""
         table = self._table
         return table.unknown == "accept" or tenant in table.tenants
 
@@ -143,7 +143,7 @@ class Tenants:
         return self.of(tenant).weight
 
     def label_of(self, tenant: str) -> str:
-        """Its label in metrics: its name if it is in the file, else `OTHERS`."""
+        """Return its label in metrics: its name if it is in the file, else `OTHERS`."""
         return tenant if tenant in self._labels else OTHERS
 
     @property

@@ -52,12 +52,12 @@ class Chunk(msgspec.Struct, frozen=True):
 
     @property
     def is_final(self) -> bool:
-        """Whether this is the last chunk of the request."""
+        """True if this is the last chunk of the request."""
         return self.ends_sample and not self.num_open
 
     @property
     def ends_sample(self) -> bool:
-        """Whether this is the last chunk of its sample."""
+        """True if this is the last chunk of its sample."""
         return self.finish_reason is not None or self.error is not None
 
     def emptied(self) -> "Chunk":
@@ -399,7 +399,7 @@ class SampleStreams:
         return [] if chunk is None else self._ready(chunk)
 
     def cancellable(self, indexes: Collection[int]) -> list[int]:
-        """Those of these samples that can be cancelled alone; none with `best_of`."""
+        """Return those of these samples that can be cancelled alone; none with `best_of`."""
         return sorted(self.open.intersection(indexes)) if self._num_best is None else []
 
     def cancel(self, indexes: Collection[int], now: float) -> list[Chunk]:

@@ -1,1 +1,1 @@
-"""What is written down of a run: traffic, steps, the scheduler's calls, the cache's events."""
+"""Records of a run: traffic, steps, the scheduler's calls, the cache's events."""

@@ -35,12 +35,12 @@ class EngineSearch:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether there is an attempt that `take_ended` has not returned yet."""
+        """True if there is an attempt that `take_ended` has not returned yet."""
         return self._opening is not None
 
     @property
     def is_stuck(self) -> bool:
-        """Whether the present attempt takes longer than `timeout_s`."""
+        """True if the present attempt takes longer than `timeout_s`."""
         seconds = self._clock() - self._began_at
         return self._opening is not None and seconds >= self._timeout_s
 

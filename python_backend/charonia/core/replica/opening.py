@@ -23,7 +23,7 @@ class EngineOpening:
 
     @property
     def is_done(self) -> bool:
-        """Whether `result` returns at once."""
+        """True if `result` returns at once."""
         return self._outcome is not None
 
     def result(self) -> EngineInfo:

@@ -1,4 +1,4 @@
-"""When to plan the step after the one that computes: as late as possible, but in time.
+"""Time to plan the step after the one that computes: as late as possible, but in time.
 
 Owns the safety margin of predicted step ends. Must not know plans. Times are arguments, in seconds
 by one clock.
@@ -36,10 +36,10 @@ class PlanTime:
         self._transit_s: float | None = None
 
     def due_at(self, began_at: float, step_s: float) -> float:
-        """When to plan the step after one.
+        """Return the time to plan the step after one.
 
         Args:
-            began_at: when that one began. step_s: its predicted time.
+            began_at: time at which that one began. step_s: its predicted time.
         """
         needed_s = (self._plan_s or 0.0) + (self._transit_s or 0.0)
         return began_at + (1.0 - self.margin) * step_s - needed_s

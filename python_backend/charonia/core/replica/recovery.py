@@ -28,9 +28,9 @@ from charonia.protocol import EngineInfo
 CONNECT_RETRY_S = 0.1
 BACKOFF_S = (1.0, 2.0, 5.0, 10.0, 30.0)
 SILENT_START_S = 5.0
-"""How long an engine that Triton calls loaded may fail to answer at the start, in seconds."""
+"""Time in which an engine that Triton calls loaded may fail to answer at the start, in seconds."""
 UNLOADED_WAIT_S = 60.0
-"""How long requests wait for an engine that was unloaded, in seconds; then they fail."""
+"""Time that requests wait for an engine that was unloaded, in seconds; then they fail."""
 NOT_READY = "the engine is not ready yet"
 MISSING = "the engine was unloaded; it can be loaded again by Triton's model control"
 SHUTTING_DOWN = "the server is shutting down"
@@ -75,17 +75,17 @@ class Recovery:
 
     @property
     def is_serving(self) -> bool:
-        """Whether there is an engine that steps can run on now."""
+        """True if there is an engine that steps can run on now."""
         return self._state is State.SERVING
 
     @property
     def serving_since(self) -> float | None:
-        """When this engine was found; None while none serves."""
+        """Time at which this engine was found; None while none serves."""
         return self._found_at if self.is_serving else None
 
     @property
     def down_reason(self) -> str | None:
-        """Why requests fail instead of waiting for an engine; None if they wait or there is one."""
+        """Reason why requests fail at once; None if there is an engine or they wait for one."""
         match self._state:
             case State.STARTING:
                 return NOT_READY
@@ -118,26 +118,26 @@ class Recovery:
 
     @property
     def is_to_be_loaded(self) -> bool:
-        """Whether an engine is to be loaded, not only looked for."""
+        """True if an engine is to be loaded, not only looked for."""
         return self._state in _IS_LOADED
 
     @property
     def is_due(self) -> bool:
-        """Whether an engine is to be looked for or loaded now."""
+        """True if an engine is to be looked for or loaded now."""
         is_wanted = self._state in _IS_LOADED or self._state in _IS_LOOKED_FOR
         return is_wanted and self._clock() >= self._retry_at
 
     @property
     def is_overdue(self) -> bool:
-        """Whether the wait for an engine that was unloaded has timed out."""
+        """True if the wait for an engine that was unloaded has timed out."""
         return self._state is State.UNLOADED and self._clock() - self._gone_at >= UNLOADED_WAIT_S
 
     def may(self, happened: Event) -> bool:
-        """Whether this event can happen in the present state."""
+        """Return whether this event can happen in the present state."""
         return happened in TRANSITIONS[self._state]
 
     def knows(self, info: EngineInfo) -> bool:
-        """Whether this is the engine that served last, with the same processes."""
+        """Return whether this is the engine that served last, with the same processes."""
         is_same = self.info is not None and info.pids == self.info.pids
         return is_same and self._state is State.CHECKING
 

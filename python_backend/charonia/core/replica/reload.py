@@ -51,7 +51,7 @@ class Reload:
 
     @property
     def is_over(self) -> bool:
-        """Whether it is done or has failed."""
+        """True if it is done or has failed."""
         return self.phase in ("done", "failed")
 
     def begin(self, now: float) -> None:
@@ -105,7 +105,7 @@ def take_over(old: Scheduler, new: Scheduler) -> None:
 
 
 def misfit(request: Request, info: EngineInfo, limits: Limits) -> str | None:
-    """Why a live request cannot go on with an engine; None if it can."""
+    """Explain why a live request cannot go on with an engine; None if it can."""
     num_tokens = len(request.token_ids)
     if num_tokens >= limits.max_model_len:
         return (

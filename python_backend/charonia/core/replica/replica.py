@@ -117,18 +117,18 @@ class Replica:
 
     @property
     def is_busy(self) -> bool:
-        """Whether steps are in flight."""
+        """True if steps are in flight."""
         return len(self._steps) > 0
 
     @property
     def is_fed(self) -> bool:
-        """Whether each stage of the engine has a step to compute."""
+        """True if each stage of the engine has a step to compute."""
         limits = self._limits
         return limits is not None and len(self._steps) >= limits.num_stages
 
     @property
     def last_step_at(self) -> float | None:
-        """When the result of a step with tokens last arrived; None before the first."""
+        """Time at which the result of a step with tokens last arrived; None before the first."""
         return self._steps.last_step_at
 
     @property

@@ -81,7 +81,7 @@ class StepsInFlight:
         return len(self._steps)
 
     def is_plan_due(self, now: float) -> bool:
-        """Whether it is time to plan the next step."""
+        """Return whether it is time to plan the next step."""
         return not self._steps or now >= self._plan_at
 
     def begin_plan(self, now: float) -> None:

@@ -313,7 +313,7 @@ def _batches(pieces: Pieces) -> list[Any]:
 
 
 def _why_not(found: Header | None, wanted: Header) -> str | None:
-    """Why the contents of a file cannot be used; None if they can."""
+    """Explain why the contents of a file cannot be used; None if they can."""
     if found is None:
         return "its header is damaged, or of another version"
     if found.format != wanted.format:

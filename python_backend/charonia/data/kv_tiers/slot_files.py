@@ -45,7 +45,7 @@ _MAX_FILES = 64
 time."""
 _MAX_EXPLAINED = 4
 _PATIENCE_S = 10.0
-"""How long to wait for other starting processes that hold the directory's lock."""
+"""Timeout, in seconds, of the wait for other starting processes that hold the directory's lock."""
 _PREFIX, _SUFFIX = "charonia-", ".kv"
 _NOT_OURS = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.EISDIR, errno.ENXIO)
 """Errors of opening an existing path that is another user's file, or not a file."""
@@ -258,7 +258,7 @@ def _remove_idle(files: Sequence[_File], log: Callable[[str], None]) -> None:
 
 
 def _is_own(path: Path, file: int) -> bool:
-    """Whether an open file belongs to this user, and was not removed meanwhile."""
+    """Return whether an open file belongs to this user, and was not removed meanwhile."""
     status = os.fstat(file)
     with contextlib.suppress(FileNotFoundError):
         is_there = os.path.samestat(path.stat(), status)

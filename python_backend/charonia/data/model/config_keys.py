@@ -139,9 +139,9 @@ WITHOUT_EFFECT = _words(
     target_lookbehind typical_p
     """
 )
-"""In the order of the groups: origin and file formats; training; other uses than as a language
-model; options of frameworks; special tokens; generation options that no request can set here and
-that greedy text does not depend on."""
+"""Keys without an effect, in groups: origin and file formats; training; other uses than as a
+language model; options of frameworks; special tokens; generation options that no request can set
+here and that greedy text does not depend on."""
 
 
 def check_keys(values: Mapping[str, Any], name: str, keys: Keys, *, is_generation: bool) -> None:

@@ -43,7 +43,7 @@ class Share:
 
     @property
     def is_padded(self) -> bool:
-        """Whether there are zeros at the end."""
+        """True if there are zeros at the end."""
         return sum(map(len, self.ranges)) < self.size
 
     def cuts(self) -> Iterator[tuple[slice, slice]]:

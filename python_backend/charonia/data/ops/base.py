@@ -204,10 +204,10 @@ class Ops(Protocol[StepT]):
     # Optional features.
 
     prefers_int8: ClassVar[bool] = False
-    """Whether int8 weights make a draft model faster; decides `quantization: auto`."""
+    """True if int8 weights make a draft model faster; decides `quantization: auto`."""
 
     attends_in_pieces: ClassVar[bool] = False
-    """Whether attention takes the same memory for any length of context."""
+    """True if attention takes the same memory for any length of context."""
 
     @property
     def kernels(self) -> ModuleType | None:

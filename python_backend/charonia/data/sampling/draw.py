@@ -225,7 +225,7 @@ def _draw_cut(logits: Tensor, lines: Lines, method: Method) -> tuple[Tensor, Ten
 
 
 def _is_sound(logits: Tensor) -> Tensor:
-    """Whether lines have neither NaN nor +inf, and not only -inf: [n] bool."""
+    """Return whether lines have neither NaN nor +inf, and not only -inf: [n] bool."""
     return block_max(logits).amax(-1).isfinite()
 
 

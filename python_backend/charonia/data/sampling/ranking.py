@@ -112,7 +112,7 @@ def smallest_beginning(logits: Tensor, weights: Tensor, target: Tensor) -> Tenso
 
 
 def tokens_before(logits: Tensor, token_ids: Tensor) -> Tensor:
-    """Whether tokens come before a given one: [n, vocab], [n] int64 -> [n, vocab] bool."""
+    """Return whether tokens come before a given one: [n, vocab], [n] int64 -> [n, vocab] bool."""
     value = logits.gather(1, token_ids.unsqueeze(1))
     ids = torch.arange(logits.shape[1], device=logits.device)
     before = (logits == value).logical_and_(ids < token_ids.unsqueeze(1))

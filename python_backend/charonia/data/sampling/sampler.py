@@ -1,4 +1,4 @@
-"""From logits to tokens: called once per step by the target model.
+"""Sampling of tokens from logits, called once per step by the target model.
 
 Owns the order of work (edit, draw, log-probabilities, one transfer to the host), and batches of
 rows with different parameters. Must not know the model, the KV cache or the scheduler.

@@ -41,7 +41,7 @@ def num_accepted_synthetically(num_drafts: int, rate: float, seed: int, position
 
 
 def _uniform(seed: int, position: int) -> float:
-    """In [0, 1), by SplitMix64 (Steele, Lea, Flood 2014, "Fast splittable ...", section 3)."""
+    """Draw from [0, 1), by SplitMix64 (Steele, Lea, Flood 2014, "Fast splittable ...", sec. 3)."""
     z = (seed * _GOLDEN + (position + 1) * 0xD1B54A32D192ED03) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK

@@ -1,4 +1,4 @@
-"""How a conversation becomes a prompt, and how answers are sent.
+"""Prompts from conversations, and the sending of answers.
 
 Owns the order of a stream's events. Must not know paths.
 """
@@ -18,7 +18,7 @@ from charonia_client import Chunk, Completion
 
 
 class Form(Protocol):
-    """How the answers of one call are written."""
+    """Format of the answers of one call."""
 
     def whole(self, completions: Sequence[Completion], usage: Usage) -> Any:
         """Write the whole answer."""

@@ -40,7 +40,7 @@ class UsageAnswer(msgspec.Struct):
 
 
 class Origin(msgspec.Struct, kw_only=True):
-    """Where an answer comes from. Without fields it was computed for its request.
+    """Origin of an answer. Without fields it was computed for its request.
 
     Attributes:
         cached: "exact", "semantic" or "joined", as in the scheduler's `timing`.

@@ -117,7 +117,7 @@ class Spelling:
 
 
 class Offsets:
-    """Where the tokens of one growing text begin, in characters.
+    """Offsets of the tokens of one growing text, in characters.
 
     Args:
         skipped: ids that the text does not show.

@@ -83,12 +83,12 @@ class TextRequest(SamplingFields):
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
+        """True if a stream ends with the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
     def has_continuous_usage(self) -> bool:
-        """Whether each chunk has the usage so far."""
+        """True if each chunk has the usage so far."""
         options = self.stream_options
         return options is not None and bool(options.continuous_usage_stats)
 
@@ -148,17 +148,17 @@ class CompletionRequest(TextRequest):
 
     @property
     def wants_prompt_alone(self) -> bool:
-        """Whether nothing is to be generated, usually to get the prompt's log-probabilities."""
+        """True if nothing is to be generated, usually to get the prompt's log-probabilities."""
         return bool(self.echo) and self.max_tokens == 0
 
     @property
     def skips_special_tokens(self) -> bool:
-        """Whether texts leave special tokens out."""
+        """True if texts leave special tokens out."""
         return self.skip_special_tokens is not False
 
     @property
     def echoes_logprobs(self) -> bool:
-        """Whether the answer begins with the prompt's log-probabilities."""
+        """True if the answer begins with the prompt's log-probabilities."""
         return bool(self.echo) and self.logprobs is not None
 
     def sampling(self) -> Sampling:
@@ -193,7 +193,7 @@ class Message(Fields):
 
 
 class Conversation(Fields):
-    """What the chat template renders."""
+    """Messages and settings that the chat template renders."""
 
     limits: ClassVar[Mapping[str, Mapping[str, Any]]] = {"messages": {"minItems": 1}}
 

@@ -20,7 +20,7 @@ from charonia_client import Load
 async def health(
     upstream: Upstream, fallback: Upstream | None, *, is_draining: bool, says_live: bool
 ) -> Health:
-    """Whether the gateway and one of its servers would take a request now, and each server.
+    """Describe each server, and whether the gateway and one server would take a request now.
 
     Args:
         fallback: the servers of the fallback model.
@@ -45,7 +45,7 @@ async def health(
 
 
 async def metrics(upstream: Upstream, figures: Figures, num_in_flight: int) -> MetricsAnswer:
-    """What clients got from this gateway, and what its servers have to do.
+    """Sum up the answers of this gateway, and the load of its servers.
 
     Servers of the fallback model are left out, although its answers count.
     """

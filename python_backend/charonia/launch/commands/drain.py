@@ -32,7 +32,7 @@ from charonia.supervision.process_table import process_state
 
 POLL_S = 0.1
 LEFT_FILE = "requests-left"
-"""In the runtime directory of a `charonia serve`: a line whenever the number has changed."""
+"""File in the runtime directory of a `charonia serve`: a line whenever the number has changed."""
 
 
 def finish_requests(

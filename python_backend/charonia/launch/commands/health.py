@@ -115,7 +115,7 @@ def _named_by(client: httpx.Client, model: str, parameter: str) -> str | None:
 
 
 def _infer(probe: Probe) -> Part:
-    """Whether steps of the engine run."""
+    """Check whether the engine runs steps."""
     started = time.monotonic()
     result = probe.check(TIMEOUT_S)
     if result.health is Health.SERVING:
@@ -124,7 +124,7 @@ def _infer(probe: Probe) -> Part:
 
 
 def _ask_endpoint(url: str, model: str) -> Iterator[Part]:
-    """Whether a model answers, with all that it needs; nothing where there is none of the name."""
+    """Check whether a model answers, with all that it needs; nothing if there is no such model."""
     started = time.monotonic()
     result = probe_endpoint(url, model, TIMEOUT_S)
     if result.reply is Reply.ANSWER:
@@ -134,7 +134,7 @@ def _ask_endpoint(url: str, model: str) -> Iterator[Part]:
 
 
 def _show_metrics(url: str) -> Iterator[Part]:
-    """What the metrics page says of interest; nothing where it cannot be reached."""
+    """Show the main figures of the metrics page; nothing if it cannot be reached."""
     found = read_metrics(f"http://{url}/metrics")
     if found is None:
         return

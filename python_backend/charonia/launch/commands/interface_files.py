@@ -71,7 +71,7 @@ def write_places(text: str, lines_of: Mapping[str, Callable[[], Iterable[str]]])
 
 
 def places() -> dict[str, Callable[[], Iterable[str]]]:
-    """What can be written, by key."""
+    """Return the functions that make generated parts, by key."""
     found: dict[str, Callable[[], Iterable[str]]] = {}
     for model, tensors in MODELS.items():
         found[f"inputs of {model}"] = partial(_config_inputs, tensors.inputs)
@@ -158,7 +158,7 @@ def _default(field: msgspec.structs.FieldInfo) -> str:
 
 
 def meanings_of(docstring: str) -> dict[tuple[str, ...], str]:
-    """What the `Attributes:` of a docstring say, by the names that an entry begins with."""
+    """Parse the `Attributes:` of a docstring into texts by the names that an entry begins with."""
     _, _, attributes = docstring.partition("Attributes:\n")
     entries = re.findall(
         r"^    ([a-z_]+(?:, [a-z_]+)*): (.*(?:\n     +.*)*)", attributes, re.MULTILINE

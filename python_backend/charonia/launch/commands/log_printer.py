@@ -42,7 +42,7 @@ class LogPrinter:
         self._lock = threading.Lock()
 
     def shows(self, level: Level) -> bool:
-        """Whether lines of this level are printed now."""
+        """Return whether lines of this level are printed now."""
         return LEVELS.index(level) <= LEVELS.index(self.level())
 
     def line(self, line: str) -> None:

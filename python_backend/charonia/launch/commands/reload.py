@@ -101,7 +101,7 @@ def _addresses(path: Path) -> list[str]:
 
 
 def _same_addresses(url: str) -> set[str]:
-    """What a server may call the address that a user names."""
+    """Resolve the address that a user names to those that a server may have for it."""
     host, _, port = url.rpartition(":")
     try:
         found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)

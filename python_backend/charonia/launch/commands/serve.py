@@ -33,21 +33,22 @@ from charonia.supervision.server.supervisor import Supervisor
 ENDED_BY_SIGNAL = (signal.SIGINT, signal.SIGTERM)
 HANG_MARGIN_S = 15.0
 _REQUEST_LINE = re.compile("charonia: request (?!level=)")
-"""Of a gateway, at level info: too many for a terminal."""
+"""Lines of a gateway's requests at level info: too many for a terminal."""
 DRAIN_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """Where to listen, and whether to show all of Triton's log.
+    """Options of `charonia serve`: addresses, and whether to show all of Triton's log.
 
     Attributes:
         tritonserver: options that are handed to it, `--name=value` each.
-        drain_s: how long requests may take to finish after SIGTERM; 0 ends them at once.
-        gateway_port: of a gateway beside the server; None is without one, 0 takes a free port.
+        drain_s: seconds in which requests may finish after SIGTERM; 0 ends them at once.
+        gateway_port: port of a gateway beside the server; None is without one, 0 takes a free port.
         chat_template: for that, a file that counts instead of the checkpoint's own template.
         api_key_file: for that, the API keys of those who may call; None lets everybody call.
-        log_format: of what is printed to stderr. log_level: of that, until an operator changes it.
+        log_format: format of the lines on stderr. log_level: their level, until an operator changes
+            it.
         otlp_traces_endpoint: OTLP/HTTP collector of the traces of requests; None sends none.
         trace_rate: one in so many requests is traced, beside those whose client traces them; 0 is
             none.
@@ -142,7 +143,7 @@ def _draining(
     on_drain: Callable[[], None],
     say: Callable[[str], None],
 ) -> Iterator[None]:
-    """Once `begin` is set, have the scheduler finish its requests, and set `stop` then.
+    """Have the scheduler finish its requests once `begin` is set, and then set `stop`.
 
     Args:
         socket, limit_s, note: as for `finish_requests`. on_drain: called before. say: takes what to

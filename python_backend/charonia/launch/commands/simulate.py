@@ -26,21 +26,21 @@ from charonia.traces import TraceRequest, block_length, read_requests, write_req
 _FIRST, *_OTHERS = get_args(SchedulingPolicy)
 _FAIR = "fair"
 POLICIES = (_FIRST, *_OTHERS, _FAIR, *(f"{_FAIR}+{one}" for one in _OTHERS))
-"""What runs are called: a scheduling policy, or fair shares and one within them."""
+"""Names of runs: a scheduling policy, or fair shares and one within them."""
 _ROOM = 8  # tokens, so that the longest request ends by its own length
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateOptions:
-    """What to simulate.
+    """Options of `charonia simulate`.
 
     Attributes:
-        trace: of requests. step_times: see `StepTimes.load`.
-        policies: each a scheduling policy, "fair", or "fair+" and one; empty is what the settings
-            say.
+        trace: trace of requests. step_times: see `StepTimes.load`.
+        policies: each a scheduling policy, "fair", or "fair+" and one; empty takes that of the
+            settings.
         settings: as of `charonia serve`.
-        kv_tokens: that the KV cache holds; None is what the settings say.
-        by: what requests are grouped by into classes; None is the tenant and the priority, where
+        kv_tokens: tokens that the KV cache holds; None takes those of the settings.
+        by: properties that group requests into classes; None is the tenant and the priority, where
             there are several.
         output: directory for report.json, report.md, plot.png and a trace of each run.
     """
@@ -115,7 +115,7 @@ def _warner() -> Callable[[str], None]:
 def _setting(
     policy: str, trace: Sequence[TraceRequest], times: StepTimes, options: SimulateOptions
 ) -> tuple[str, Setting]:
-    """What serves one run, and its name."""
+    """Make the setting of one run, and its name."""
     engine, scheduler = split_settings(options.settings)
     args = EngineArgs.from_dict({"model": "simulated", **engine})
     scheduler_args = SchedulerArgs.from_parameters(scheduler)
@@ -147,7 +147,7 @@ def _setting(
 
 
 def _model_len(trace: Sequence[TraceRequest], wanted: Shape, pool_tokens: int) -> int:
-    """As long as each request is, and as it may become where the KV cache has room for that."""
+    """Return the longest request's length, or that which it may reach if the KV cache allows."""
     longest = max(one.input_length + one.output_length for one in trace)
     allowed = max(one.input_length + (one.max_tokens or wanted.max_tokens or 0) for one in trace)
     return max(longest, min(max(longest, allowed) + _ROOM, pool_tokens))
@@ -156,7 +156,7 @@ def _model_len(trace: Sequence[TraceRequest], wanted: Shape, pool_tokens: int) -
 def with_policy(
     policy: str, engine_args: EngineArgs, scheduler_args: SchedulerArgs
 ) -> tuple[EngineArgs, SchedulerArgs]:
-    """Have both say what a run of that name is served by.
+    """Set the scheduling policy of that name in both.
 
     Raises:
         ConfigError: there is no such policy.
@@ -182,7 +182,7 @@ def _name_of(engine_args: EngineArgs, scheduler_args: SchedulerArgs) -> str:
 
 
 def _groupings(trace: Sequence[TraceRequest], wanted: Shape) -> list[By]:
-    """What differs between the requests."""
+    """List the properties in which the requests differ."""
     has_tenants = wanted.num_tenants or wanted.adversary or len({one.tenant for one in trace}) > 1
     has_priorities = wanted.num_priorities or len({one.priority for one in trace}) > 1
     found: list[By] = ["tenant"] if has_tenants else []

@@ -27,7 +27,7 @@ _SPARKS = "▁▂▃▄▅▆▇█"
 _BAR = 24
 _NONE = "-"
 _COLOURS = {"serving": "green", "reloading": "yellow"}
-"""Of the engine's states; the others are red."""
+"""Colours of the engine's states; the others are red."""
 MAX_TENANTS = 12
 _NUM_OLDEST = 5
 Row = tuple[str, ...]

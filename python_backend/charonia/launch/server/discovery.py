@@ -54,7 +54,7 @@ class Installation:
 
     @property
     def is_embedded(self) -> bool:
-        """Whether it is the server of the wheel, release 24.10."""
+        """True if it is the server of the wheel, release 24.10."""
         return self.stub is not None
 
     @functools.cached_property

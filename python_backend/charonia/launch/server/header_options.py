@@ -1,6 +1,6 @@
-"""Which headers tritonserver makes parameters of requests.
+"""Headers that tritonserver makes parameters of requests.
 
-Owns that it is so for a client's trace context, whatever else is forwarded. Lines of the log have
+Owns the forwarding of a client's trace context, whatever else is forwarded. Lines of the log have
 the trace id from it, and over gRPC Triton loses some contexts: see `traceparent_of`.
 """
 

@@ -29,7 +29,7 @@ _CRASH = re.compile(
     r"Fatal Python error: |terminate called |  what\(\):  |Traceback \(most recent call last\)"
     r"|Signal \((?!15\))\d+\) received"
 )
-"""How the lines of a process begin that crashes."""
+"""Beginnings of the lines of a process that crashes."""
 _UNCAUGHT = re.compile(r"^  what\(\):  (?P<reason>.+)$")
 _LOAD_FAILURE = re.compile(r"failed to load '(?P<model>[^']+)' version \d+: (?P<reason>.*)")
 
@@ -53,7 +53,7 @@ _EXCEPTION = re.compile(
 
 
 def is_interesting(line: str) -> bool:
-    """Whether a line is a warning, an error, or logged by a Python model (these are ours)."""
+    """Return whether a line is a warning, an error, or by a Python model (these are ours)."""
     if _OURS.match(line):
         return True  # even if it quotes Triton
     if any(noise in line for noise in _NOISE) or not line or line.startswith(("+-", "| ")):

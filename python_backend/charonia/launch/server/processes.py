@@ -77,7 +77,7 @@ def session_members(leader: int) -> list[psutil.Process]:
 
 
 def catches(pid: int, number: signal.Signals) -> bool:
-    """Whether a process has a handler for a signal.
+    """Return whether a process has a handler for a signal.
 
     Raises:
         OSError: the process does not exist.
@@ -180,7 +180,7 @@ def _close_all(sockets: Iterable[socket.socket]) -> None:
 
 
 def find_by_argument(processes: Iterable[psutil.Process], fragment: str) -> list[psutil.Process]:
-    """Those of Triton's processes among these whose command line contains `fragment`."""
+    """Find those of Triton's processes among these whose command line contains `fragment`."""
     return [process for process, _ in find_arguments(processes, fragment)]
 
 

@@ -1,6 +1,6 @@
-"""How tritonserver is told to trace.
+"""Options of tritonserver for tracing.
 
-Owns these options. Its own spans and the context that models see are OpenTelemetry's then.
+Owns these options. With them, its own spans and the context that models see are OpenTelemetry's.
 """
 
 from collections.abc import Sequence

@@ -45,7 +45,7 @@ DEFAULT_ADDRESS = "127.0.0.1"
 KEY_HEADER = "charonia-key"
 RESTRICTED = "shared-memory,trace,logging"
 MODEL_CONTROL = "model-repository"
-"""Also restricted if no guard protects loading and unloading models."""
+"""API that is also restricted if no guard protects loading and unloading models."""
 END_REQUESTS_S = 2.5  # for the scheduler to end all requests before a shutdown
 INDEX_S = 0.5  # for tritonserver to say what it is loading, before a shutdown
 EXIT_TIMEOUT_S = 6  # for tritonserver to unload the project's own models
@@ -210,7 +210,7 @@ class TritonServer:
 
     @property
     def is_running(self) -> bool:
-        """Whether the tritonserver process is alive."""
+        """True if the tritonserver process is alive."""
         process = self._process  # `kill` may clear it in another thread
         return process is not None and process.poll() is None
 
@@ -346,7 +346,7 @@ class TritonServer:
         return CrashError if code is not None and -code in _CRASHES else LaunchError
 
     def explain_end(self) -> str:
-        """Why tritonserver ended, in one line, from the end of its log."""
+        """Explain in one line why tritonserver ended, by the end of its log."""
         code = self._process.returncode if self._process else None
         lines = list(self._tail)
         if code is not None and code < 0:
@@ -470,7 +470,7 @@ class TritonServer:
         return [binary, "--disable-auto-complete-config", *flags, *further]
 
     def _says_ready(self) -> bool:
-        """Whether all models are ready, and the metrics page can be read.
+        """Return whether all models are ready, and the metrics page can be read.
 
         tritonserver opens its port for metrics after those for requests.
         """

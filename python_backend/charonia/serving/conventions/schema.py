@@ -172,7 +172,7 @@ class GenerateCall:
 
     @property
     def wants_cumulative_logprob(self) -> bool:
-        """Whether log-probabilities must be summed."""
+        """True if log-probabilities must be summed."""
         return "cumulative_logprob" in self.options.names
 
 

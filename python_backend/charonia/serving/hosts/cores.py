@@ -21,5 +21,5 @@ def take_engine_cores() -> None:
 
 
 def has_core_to_itself() -> bool:
-    """Whether the first of this process's cores is reserved for it."""
+    """Return whether the first of this process's cores is reserved for it."""
     return bool(os.environ.get(VARIABLE))

@@ -43,10 +43,10 @@ from charonia.supervision.models.engine_repair import is_loaded_by_scheduler
 
 MODEL_FILE = "model.json"
 _SPIN_S = 1e-3
-"""How long an engine with a core of its own spins for the next step, in seconds: about twice the
-gap between two steps of a busy engine."""
+"""Time for which an engine with a core of its own spins for the next step, in seconds: about twice
+the gap between two steps of a busy engine."""
 _ENDING_TIMEOUT_S = 20.0
-"""How long a reset waits for earlier steps, in seconds; less than the scheduler's timeout."""
+"""Timeout of a reset's wait for earlier steps, in seconds; less than the scheduler's timeout."""
 NOT_ENDED = "steps that began earlier have not ended"
 
 

@@ -137,7 +137,7 @@ class ProxyHost:
     # ------------------------------------------------------------------ the client's thread
 
     def on_answer(self, answer: RelayedAnswer) -> None:
-        """As `AnswerEvents.on_answer`: pass it on."""
+        """Pass an answer on, see `AnswerEvents.on_answer`."""
         with self._lock:
             opened = self._open.take_answer(answer.key, is_final=answer.is_final)
             if opened is None:
@@ -178,7 +178,7 @@ class ProxyHost:
                     self._scheduler.acknowledge(answer.key, opened.num_passed_on)
 
     def on_end(self) -> None:
-        """As `AnswerEvents.on_end`: end all waiting requests with an error."""
+        """End all waiting requests with an error, see `AnswerEvents.on_end`."""
         with self._lock:
             self._scheduler = None
             clients = self._open.take_all()

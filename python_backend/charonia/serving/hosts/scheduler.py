@@ -307,7 +307,7 @@ def _prompt_index(args: SchedulerArgs) -> PromptIndex | None:
 def _request_tracer(
     args: SchedulerArgs, log: Callable[[str], None]
 ) -> "exporter.RequestTracer | None":
-    """What exports traces; None if they are not wanted.
+    """Make the exporter of traces; None if they are not wanted.
 
     Raises:
         ConfigError: the endpoint is wrong, or a package is missing.

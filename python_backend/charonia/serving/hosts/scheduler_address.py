@@ -18,7 +18,7 @@ from charonia.supervision.models.watches import clean
 
 
 class SchedulerAddress:
-    """Where the scheduler is, for a model in the same repository.
+    """Address of the scheduler, for a model in the same repository.
 
     Args:
         scheduler_model: its name. repository: directory of the models.

@@ -55,7 +55,7 @@ STEPS_SOCKET = f"steps{SOCKET_SUFFIX}"
 _HELLO_TIMEOUT_S = 10.0
 _CLOSE_TIMEOUT_S = 0.5
 _VERDICT_S = 3.0
-"""How long Triton's answer about the engine is reused while no request waits, in seconds."""
+"""Time for which Triton's answer about the engine is reused while no request waits, in seconds."""
 
 
 class _Step:
@@ -74,7 +74,7 @@ class _Step:
         self._failure = failure
 
     def result(self, timeout: float | None) -> StepResult:
-        """As `Pending.result`. A dead engine is noticed within seconds."""
+        """Wait as `Pending.result` does. A dead engine is noticed within seconds."""
         self._server.check()
         if self._failure is not None:
             raise self._failure
@@ -136,7 +136,7 @@ class SocketExecutor:
             log(warning_event("recovery_off", reason=self.refusal))
 
     def open(self, *, replace: bool, on_done: Callable[[], None]) -> EngineOpening:
-        """As `Executor.open`, in a thread of its own.
+        """Open as `Executor.open` does, in a thread of its own.
 
         Its error is EngineUnloadedError if the model is not loaded, ServerStoppingError if Triton
         takes no more calls, and else EngineDiedError.
@@ -159,7 +159,7 @@ class SocketExecutor:
         return _Step(channel, watch, self._server, failure)
 
     def check(self) -> None:
-        """As `Executor.check`; sends no message."""
+        """Check as `Executor.check` does; sends no message."""
         self._server.check()
         channel = self._channel
         if channel is None or self._watch is None or not channel.is_quiet():

@@ -27,7 +27,7 @@ from charonia.sockets.server import Server
 HANDOVER_SOCKET = f"handover{SOCKET_SUFFIX}"
 """Name of the socket, in the folder of the scheduler's model.py."""
 _STEP_DOWN = b"charonia: step down"
-"""Not to be sent by mistake: a process that may connect can end the scheduler with it."""
+"""Message that ends the scheduler, for any process that may connect; not to be sent by mistake."""
 
 
 class Handover:
@@ -54,7 +54,7 @@ class Handover:
 
     @property
     def has_older(self) -> bool:
-        """Whether there was an older scheduler that has not been asked to end its work yet."""
+        """True if there was an older scheduler that has not been asked to end its work yet."""
         return self._older is not None
 
     def take_over(self, timeout: float) -> bool:

@@ -36,7 +36,7 @@ from charonia.sockets.connection import Connection
 from charonia.sockets.local import SOCKET_SUFFIX
 
 REQUESTS_SOCKET = f"requests{SOCKET_SUFFIX}"
-"""Beside the scheduler's model.py."""
+"""Name of the socket, beside the scheduler's model.py."""
 
 
 class RelayedRequest(msgspec.Struct, frozen=True, tag=True):
@@ -100,7 +100,7 @@ class RelayedAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 Message = RelayedRequest | Cancellation | Acknowledgement | Delivery | Disconnect | ServerStopping
-"""To the scheduler."""
+"""Messages to the scheduler."""
 
 
 def _plain(array: Array) -> tuple[str, tuple[int, ...], bytes | list[bytes]]:

@@ -60,7 +60,7 @@ class RelayedResponder:
         )
 
     def is_cancelled(self) -> bool:
-        """Whether the connection has ended. A cancellation comes by message."""
+        """Return whether the connection has ended. A cancellation comes by message."""
         return self._connection.has_ended
 
     def _post(self, answer: RelayedAnswer) -> None:
@@ -188,7 +188,7 @@ class _Peer:
         self._started = start_time(self._pid)
 
     def has_died(self) -> bool:
-        """Whether the process ends now or has ended. A kill closes its connections first."""
+        """Return whether the process ends now or has ended. A kill closes its connections first."""
         deadline = time.monotonic() + _DEATH_S
         # The process may have ended before its start time was read.
         while self._started is not None and start_time(self._pid) == self._started:

@@ -34,7 +34,7 @@ from charonia.sockets.local import SOCKET_SUFFIX, is_same_user, listen
 from charonia.sockets.server import Server
 
 RELOAD_SOCKET = f"reload{SOCKET_SUFFIX}"
-"""Beside the scheduler's model.py."""
+"""Name of the socket, beside the scheduler's model.py."""
 MAX_ORDER_BYTES = 2**20
 """Most bytes of an order, which contains a model.json."""
 TOKENIZER_FILE = "tokenizer.json"

@@ -37,7 +37,7 @@ class Cancellations:
                 del self._times[next(iter(self._times))]
 
     def cover(self, request_id: str, tenant: str, arrived_at: float) -> bool:
-        """Whether a request with this arrival, on the monotonic clock, is cancelled."""
+        """Return whether a request with this arrival, on the monotonic clock, is cancelled."""
         return self._cover(request_id, tenant, None, arrived_at)
 
     def samples(

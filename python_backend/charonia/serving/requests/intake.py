@@ -354,6 +354,6 @@ class Intake:
 
 
 def _is_short(call: GenerateCall) -> bool:
-    """Whether its texts are short enough to be tokenized at once."""
+    """Return whether its texts are short enough to be tokenized at once."""
     texts = (call.text or "", *call.params.bad_words)
     return sum(map(len, texts)) <= INLINE_CHARACTERS

@@ -1,6 +1,6 @@
-"""Whether the scheduler and its engine work: an answer at once, however much there is to do.
+"""Probes of the scheduler and its engine, answered at once under any load.
 
-Owns what a probe is answered, and the token that it brings about. Must not know who probes.
+Owns the answer to a probe, and the token that it brings about. Must not know who probes.
 
 How to ask, over HTTP `generate` of the scheduler::
 
@@ -14,14 +14,14 @@ How to ask, over HTTP `generate` of the scheduler::
     turn_age_s     number | null   seconds since the scheduling thread last looked for work; more
                                    than a step or a load takes means that it hangs
     max_model_len  int | null      of prompt and answer together; null while no engine says it
-    load           object          what the scheduler has to do, see `Prober.load`
+    load           object          the scheduler's load, see `Prober.load`
 
 Every step with tokens that is applied shows that the scheduling thread and the engine work
 together. While clients' requests run, theirs show it. While nothing is live, a probe that finds the
 last one more than `TOKEN_INTERVAL_S` ago has the engine generate one token and does not wait for
 it: ask again until the step's age shows that it came. So a probe takes no place in the queue,
 appears in no metric of requests, waits for nothing, and is answered while the engine is down or
-hangs. Whoever sends many gets no more than one token per interval computed.
+hangs. For any number of probes, one token per interval is computed at most.
 """
 
 import contextlib
@@ -77,7 +77,7 @@ class Prober:
         self._clock = clock
 
     def answer(self) -> str:
-        """How the service is, as JSON. Have it generate a token if none has come lately."""
+        """Describe the service as JSON. Have it generate a token if none has come lately."""
         state = self._service.state
         step_age_s = self._age_s(state.last_step_at)
         is_stale = step_age_s is None or step_age_s > TOKEN_INTERVAL_S
@@ -95,7 +95,7 @@ class Prober:
         )
 
     def load(self) -> dict[str, float | None]:
-        """What the scheduler has to do, and what it has done since its start.
+        """Return the scheduler's load now, and its work since its start.
 
         Gauges of now: `num_running`, `num_waiting`, `kv_blocks_used`, `kv_blocks_total`, and
         `engine_age_s`, seconds since the engine was found, None while there is none. The others are

@@ -36,7 +36,7 @@ NUMPY_TYPES: dict[Datatype, type] = {
 
 
 _MAX_READ_BYTES = 2**14
-"""Of sampling parameters that are read for a line of the log; others are checked first."""
+"""Most bytes of sampling parameters that are read for a log line; others are checked first."""
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ class Responder(Protocol):
         ...
 
     def is_cancelled(self) -> bool:
-        """Whether the client has disconnected; False once the answer is complete."""
+        """Return whether the client has disconnected; False once the answer is complete."""
         ...
 
 
@@ -222,12 +222,12 @@ class CancellationPoller(Generic[P]):
 
     @property
     def has_responders(self) -> bool:
-        """Whether there are responders to poll."""
+        """True if there are responders to poll."""
         return bool(self._responders)
 
     @property
     def has_late_ends(self) -> bool:
-        """Whether streams are still to be ended."""
+        """True if streams are still to be ended."""
         return bool(self._late_ends)
 
     def end_later(self, end: Callable[[], None]) -> None:

@@ -99,7 +99,7 @@ class Session:
 
     @property
     def is_named(self) -> bool:
-        """Whether its responses carry its key, so that another model can report them."""
+        """True if its responses carry its key, so that another model can report them."""
         is_streaming = self.options.has_key and self.options.is_streaming
         return is_streaming and not self.responder.is_acknowledged
 
@@ -127,7 +127,7 @@ class Session:
         return chunks
 
     def may_send(self, max_under_way: int) -> bool:
-        """Whether the chunks may be sent now. The caller holds the lock."""
+        """Return whether the chunks may be sent now. The caller holds the lock."""
         if not self.chunks:
             return False
         if self.chunks[-1].is_final:
@@ -139,7 +139,7 @@ class Session:
         return self.options.is_streaming and self._is_due and not self.is_full(max_under_way)
 
     def is_full(self, max_under_way: int) -> bool:
-        """Whether a report must come before the next response."""
+        """Return whether a report must come before the next response."""
         if self.reports is Reports.NONE:
             return False
         return self.reports is Reports.LOST or self.num_under_way >= max_under_way
@@ -154,12 +154,12 @@ class Session:
         return merged
 
     def keeps_output(self, error: CharoniaError) -> bool:
-        """Whether its client gets the output so far instead of this error."""
+        """Return whether its client gets the output so far instead of this error."""
         is_cancelled = isinstance(error, RequestCancelledError)
         return self.options.keeps_cancelled and is_cancelled and not self.is_abandoned
 
     def waits_with_end(self) -> bool:
-        """Whether the last chunk must wait until Triton has handled the responses before it.
+        """Return whether the last chunk must wait until Triton has handled the responses before it.
 
         An ensemble that gets an error while a step still passes on responses may keep the request
         live for ever. If responses are lost, Triton waits for each in turn and then ends the

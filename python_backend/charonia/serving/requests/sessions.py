@@ -190,7 +190,7 @@ class Sessions:
 
     @property
     def has_polled(self) -> bool:
-        """Whether there are live requests that came from Triton and not through a proxy."""
+        """True if there are live requests that came from Triton and not through a proxy."""
         return self._poller.has_responders
 
     def drop(self, key: str) -> None:
@@ -230,7 +230,7 @@ class Sessions:
         return frozenset() if session is None else session.cancelled_samples
 
     def is_cancelled(self, key: str) -> bool:
-        """Whether a live request was cancelled."""
+        """Return whether a live request was cancelled."""
         session = self._live.get(key)
         return session is not None and session.is_cancelled
 

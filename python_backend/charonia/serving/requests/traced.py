@@ -1,4 +1,4 @@
-"""What a request's trace says of the request itself.
+"""Attributes of a request's trace that describe the request itself.
 
 Owns the names of these attributes: those of OpenTelemetry's conventions for generative AI where
 they have one, else `charonia.` and our own name of it. Prompts and answers are never part of them.
@@ -64,7 +64,7 @@ def note_sent(
 
 
 def _outcome(last: Chunk) -> Mapping[str, Value]:
-    """What the last chunk says of the whole request."""
+    """Describe the whole request by its last chunk."""
     outcome: dict[str, Value] = {"gen_ai.usage.input_tokens": last.num_prompt_tokens}
     if last.finish_reason is not None:
         outcome["gen_ai.response.finish_reasons"] = (last.finish_reason,)

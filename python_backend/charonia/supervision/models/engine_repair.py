@@ -101,7 +101,7 @@ class EngineModel:
 
 
 def is_loaded_by_scheduler(engine_dir: Path) -> bool:
-    """Whether a running scheduler is loading the engine of this directory."""
+    """Return whether a running scheduler is loading the engine of this directory."""
     try:
         pid, started = (engine_dir / LOAD_MARK).read_text(encoding="ascii").split()
     except (OSError, ValueError):

@@ -99,7 +99,7 @@ class ServerOptions:
         self.grpc_url = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def forwards(self, name: str) -> bool:
-        """Whether a header of this name may become a request's parameter.
+        """Return whether a header of this name may become a request's parameter.
 
         Over gRPC headers have names in lower case; over HTTP they keep theirs.
         """

@@ -102,7 +102,7 @@ class Loss:
     kind: str
 
     def describe(self) -> str:
-        """What happened to the process, as a predicate for messages."""
+        """Describe what happened to the process, as a predicate for messages."""
         return {"died": "died", "stopped": "was stopped", "hung": "hangs"}[self.kind]
 
 
@@ -115,7 +115,7 @@ class Member:
 
     @property
     def is_lost(self) -> bool:
-        """Whether it has ended, or is stopped now."""
+        """True if it has ended, or is stopped now."""
         return not _lives(self.process) or is_stopped(self.process.pid)
 
     @property
@@ -203,7 +203,7 @@ class Watchdog:
         return losses
 
     def has_successors(self, model: str) -> bool:
-        """Whether enough other processes run, because somebody has reloaded the model."""
+        """Return whether enough other processes run, because somebody has reloaded the model."""
         return len(self._running(model)) >= max(self._models[model].num_needed, 1)
 
     def lingering(self, now: float, drain_s: float) -> list[psutil.Process]:
@@ -241,12 +241,12 @@ class Watchdog:
 
 
 def _lives(process: psutil.Process) -> bool:
-    """Whether it exists and is not a zombie: tritonserver does not reap its processes."""
+    """Return whether it exists and is not a zombie: tritonserver does not reap its processes."""
     return process.is_running() and process_state(process.pid) is not None
 
 
 class ResponseTimeout:
-    """How long the scheduler has not answered, and how long that is allowed.
+    """Timeout of the scheduler's answers.
 
     While its engine is reloading, no probe can be answered. That time counts towards `reload_s`,
     not towards `hang_s`.
@@ -307,7 +307,7 @@ class SchedulerWatch:
         self._orphaned_since: float | None = None  # the engine's load
 
     def look(self, now: float) -> str | None:
-        """Why the server must be restarted, or None. Starts the next probe when it is due."""
+        """Return the reason to restart the server, or None. Start the next probe when it is due."""
         if self._examined is None:
             if now - self._probed >= self._limits.probe_interval_s:
                 self._examined = in_background(
@@ -366,7 +366,7 @@ class EndpointWatch:
         self._probed_at = self._answered_at = now
 
     def look(self, now: float) -> str | None:
-        """How the model was lost, as `Loss.kind`, or None. Starts the next probe when it is due."""
+        """Return how the model was lost, as `Loss.kind`, or None. Start the next probe when due."""
         if self._probed is None:
             if now - self._probed_at >= self._limits.probe_interval_s:
                 self._probed_at = now

@@ -34,7 +34,7 @@ class ModelControl:
         self._stop = stop
 
     def is_loaded(self, model: str) -> bool | None:
-        """Whether a model is loaded now; None if tritonserver does not answer."""
+        """Return whether a model is loaded now; None if tritonserver does not answer."""
         with self._client() as client:
             try:
                 return bool(client.is_model_ready(model, client_timeout=_ANSWER_S))
@@ -42,11 +42,11 @@ class ModelControl:
                 return None
 
     def is_served(self, model: str) -> bool:
-        """Whether Triton should be serving a model: it is neither unloaded nor being loaded."""
+        """Return whether Triton should serve a model: it is neither unloaded nor being loaded."""
         return self._state(model) in ("READY", None)
 
     def is_load_orphaned(self, model: str) -> bool:
-        """Whether tritonserver is loading a Python model that has no running process.
+        """Return whether tritonserver is loading a Python model that has no running process.
 
         This is briefly true in every load. But if the process is killed while it starts,
         tritonserver 2.51.0 may wait for it for ever, and so does the client that requested the

@@ -196,7 +196,7 @@ class EndpointResult:
     detail: str = ""
 
     def is_dead(self, model: str) -> bool:
-        """Whether Triton reports that a process of this model has ended or is stopped."""
+        """Return whether Triton reports that a process of this model has ended or is stopped."""
         return re.match(_dead_process(model), self.detail) is not None
 
 

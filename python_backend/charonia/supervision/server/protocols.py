@@ -29,14 +29,14 @@ class RunningServer(Protocol):
 
     @property
     def is_running(self) -> bool:
-        """Whether the tritonserver process is alive."""
+        """True if the tritonserver process is alive."""
 
     @property
     def pid(self) -> int | None:
         """Pid of tritonserver; None if it is not running."""
 
     def explain_end(self) -> str:
-        """Why tritonserver ended, in one line."""
+        """Explain in one line why tritonserver ended."""
 
     def stubs(self) -> dict[str, list[psutil.Process]]:
         """The processes of all Python models, by model."""

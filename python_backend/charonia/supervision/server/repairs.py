@@ -61,7 +61,7 @@ class OrphanedCalls:
             self._log(warning_event("calls_stranded", model=model, calls=num_calls))
 
     def look(self, now: float) -> str | None:
-        """Why the server must be restarted now, or None."""
+        """Return the reason to restart the server now, or None."""
         if not self._since:
             return None
         is_idle = False
@@ -126,7 +126,7 @@ class Repairs:
         self._reloads: dict[str, list[float]] = {}  # when they began
 
     def is_seen_to(self, model: str, now: float) -> bool:
-        """Whether a loss of this model needs no action now."""
+        """Return whether a loss of this model needs no action now."""
         case = self._cases.get(model)
         return case is not None and (case.ask_again_at is None or now < case.ask_again_at)
 

@@ -47,7 +47,7 @@ class FrequencySketch:
             self._halved = end
 
     def count(self, key: bytes) -> int:
-        """How often a key was counted; never too low, except for the halving."""
+        """Return the count of a key; never too low, except for the halving."""
         return min(self._counts[place] for place in self._places(key))
 
     def _places(self, key: bytes) -> list[int]:

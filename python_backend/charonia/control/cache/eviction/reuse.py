@@ -1,4 +1,4 @@
-"""How soon entries of each kind are used again, and what keeping one is worth.
+"""Reuse of entries by kind: the ages at which they are used, and the value of keeping one.
 
 Owns these statistics. Knows nothing about entries, or the meaning of a kind.
 

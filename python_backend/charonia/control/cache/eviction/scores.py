@@ -7,7 +7,7 @@ _SLACK = 64
 
 
 class ByScore:
-    """Some of the entries, the one with the smallest score first.
+    """A set of entries, ordered by their scores, the smallest first.
 
     A heap with stale items: an item is stale if its entry has left or has another score now. Stale
     items are dropped when they reach the top, and all at once when they outnumber the others. An

@@ -176,7 +176,7 @@ def _library(isa: str) -> Path:
 
 
 def _cache_dir() -> Path:
-    """In TORCH_EXTENSIONS_DIR, where torch's own extensions are, or the user's cache directory."""
+    """Return the cache's directory, in TORCH_EXTENSIONS_DIR like torch's, or the user's cache."""
     if directory := os.environ.get("TORCH_EXTENSIONS_DIR"):
         return Path(directory) / "charonia"
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"

@@ -72,7 +72,7 @@ class NativeOps(Ops[Any]):
 
     @staticmethod
     def obstacle(dtype: torch.dtype, block_size: int) -> str | None:
-        """Why the kernels cannot be used with these arguments; None if they can."""
+        """Explain why the kernels cannot be used with these arguments; None if they can."""
         if dtype not in DTYPES:
             return f"they compute in float32 and bfloat16, not in {dtype}".replace("torch.", "")
         if block_size % _LANES:

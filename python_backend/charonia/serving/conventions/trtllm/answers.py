@@ -15,7 +15,7 @@ from charonia.serving.requests.raw_request import Array, Outputs
 
 
 def _int32(values: list[Any]) -> Array:
-    """With the batch dimension in front, as the next ones."""
+    """Make an array with the batch dimension in front, as the next ones do."""
     return np.array([values], dtype=np.int32)
 
 
@@ -24,7 +24,7 @@ def _float32(values: list[Any]) -> Array:
 
 
 def _texts(values: list[str]) -> Array:
-    """Without the batch dimension, as TensorRT-LLM's postprocessing gives texts."""
+    """Make an array without the batch dimension, as TensorRT-LLM's postprocessing gives texts."""
     return np.array([text.encode() for text in values], dtype=np.object_)
 
 

@@ -38,7 +38,7 @@ from charonia.text.tokenizer import Tokenizer
 
 MAX_RETURN_SEQUENCES = 64
 MAX_SEQUENCES = 256
-"""Of all requests in a batch: more would fill the scheduler's queue with one request."""
+"""Most sequences of a batch's requests: more would fill the scheduler's queue with one request."""
 STREAM_NEEDS_DECOUPLED = "Streaming is only supported if model is deployed using decoupled mode."
 BATCH_NEEDS_DECOUPLED = (
     "Batch size > 1 requires the tensorrt_llm backend to be using decoupled transaction policy"
@@ -263,7 +263,7 @@ class Facade(ABC):
         return stops
 
     def _is_text(self, text: str, ids: list[int]) -> bool:
-        """Whether these tokens can be matched in an answer by their text."""
+        """Return whether these tokens can be matched in an answer by their text."""
         is_special = not self._tokenizer.special_ids.isdisjoint(ids)
         return bool(text) and not is_special and "\ufffd" not in text
 

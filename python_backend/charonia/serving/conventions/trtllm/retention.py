@@ -13,7 +13,7 @@ from charonia.protocol import MAX_CACHE_RANGES
 from charonia.serving.conventions.trtllm.rows import Row
 
 _NONE = -1
-"""No end, or no time."""
+"""Value for no end, or no time."""
 _STARTS = "retention_token_range_starts"
 _ENDS = "retention_token_range_ends"
 _PRIORITIES = "retention_token_range_priorities"
