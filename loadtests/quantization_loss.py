@@ -1,6 +1,6 @@
 """Measure what a quantization loses: the loss on text that the demo model was not trained on.
 
-    python loadtests/quantization_loss.py                 # float32, bfloat16, int8
+    python loadtests/quantization_loss.py                 # float32, bfloat16; int8 weights, W8A8
 
 Every setting predicts the same tokens, those of the files of the standard library that are held out
 from the demo model's training, in windows of one context. Reported are nats per token and how often
@@ -23,8 +23,10 @@ from report import markdown_table
 SETTINGS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "float32, int8 weights": {"dtype": "float32", "quantization": "int8"},
+    "float32, W8A8": {"dtype": "float32", "quantization": "w8a8"},
     "bfloat16": {"dtype": "bfloat16"},
     "bfloat16, int8 weights": {"dtype": "bfloat16", "quantization": "int8"},
+    "bfloat16, W8A8": {"dtype": "bfloat16", "quantization": "w8a8"},
 }
 
 

@@ -51,12 +51,12 @@ def norm(size: int = HIDDEN, dtype: torch.dtype = torch.float32) -> Any:
 
 def layers() -> Any:
     weights = torch.zeros(2 * 8, HIDDEN), None, torch.zeros(HIDDEN, 8), None
-    half = kernels().Mlp(norm(), *weights, False)
+    half = kernels().Mlp(norm(), *weights)
     return kernels().Layers([(ops().attention(INPUTS.weights), half)], None)
 
 
 def head(hidden: int = HIDDEN) -> Any:
-    return kernels().Head(norm(hidden), torch.zeros(30, hidden), None, False)
+    return kernels().Head(norm(hidden), torch.zeros(30, hidden), None)
 
 
 def begin(**changes: Any) -> Any:
@@ -70,31 +70,21 @@ def test_weights_that_do_not_fit_are_refused() -> None:
     assert_refused(
         {
             r"weight must be a contiguous Float tensor \[any, any\] on the CPU, not Float \[4, 2\]"
-            r" with strides \[1, 4\] on cpu": lambda: kernels().Matrix(
-                square.T[:, :2], None, False, False
-            ),
-            r"weight must be .* \[any, any\]": lambda: kernels().Matrix(
-                square[None], None, False, False
-            ),
-            "weight must not be empty": lambda: kernels().Matrix(square[:0], None, False, False),
-            "weight must be .* on meta": lambda: kernels().Matrix(
-                square.to("meta"), None, False, False
-            ),
-            "odd number of inputs, 3": lambda: kernels().Matrix(
-                square[:, :3].contiguous(), None, False, False
-            ),
-            "gate and up have 3 outputs": lambda: kernels().Matrix(square[:3], None, True, False),
-            r"bias must be .* Float tensor \[4\]": lambda: kernels().Matrix(
-                square, square[0, :3], False, False
-            ),
-            "bias must be .* not BFloat16": lambda: kernels().Matrix(square, half[0], False, False),
-            r"norm must be .* \[4\]": lambda: kernels().Head(norm(5), square, None, False),
+            r" with strides \[1, 4\] on cpu": lambda: kernels().Matrix(square.T[:, :2], None),
+            r"weight must be .* \[any, any\]": lambda: kernels().Matrix(square[None], None),
+            "weight must not be empty": lambda: kernels().Matrix(square[:0], None),
+            "weight must be .* on meta": lambda: kernels().Matrix(square.to("meta"), None),
+            "odd number of inputs, 3": lambda: kernels().Matrix(square[:, :3].contiguous(), None),
+            "gate and up have 3 outputs": lambda: kernels().Matrix(square[:3], None, True),
+            r"bias must be .* Float tensor \[4\]": lambda: kernels().Matrix(square, square[0, :3]),
+            "bias must be .* not BFloat16": lambda: kernels().Matrix(square, half[0]),
+            r"norm must be .* \[4\]": lambda: kernels().Head(norm(5), square, None),
             "norm must be .* not BFloat16": lambda: kernels().Head(
-                norm(4, torch.bfloat16), square, None, False
+                norm(4, torch.bfloat16), square, None
             ),
-            "do not fit down of": lambda: kernels().Mlp(norm(4), square, None, square, None, False),
+            "do not fit down of": lambda: kernels().Mlp(norm(4), square, None, square, None),
             "do not fit down of .* BFloat16": lambda: kernels().Mlp(
-                norm(4), square, None, half[:, :2].contiguous(), None, False
+                norm(4), square, None, half[:, :2].contiguous(), None
             ),
         }
     )
@@ -112,7 +102,6 @@ def test_heads_that_do_not_fit_are_refused() -> None:
             query_norm,
             key_norm,
             head_dim,
-            False,
         )
 
     assert_refused(
@@ -229,9 +218,7 @@ def test_numbers_of_another_shape_or_type_are_refused() -> None:
             "2 layers' pages for 1 layers": lambda: whole(x, step, [PAGES] * 2),
             r"x must be .* \[6, 48\] on the CPU, not Float \[6, 47\]": lambda: head()(x[:, :47], x),
             r"residual must be .* Float .* not BFloat16": lambda: head()(x, x.bfloat16()),
-            r"x must be .* \[any, 48\]": lambda: kernels().Matrix(x, None, False, False)(
-                x[:, :40], False
-            ),
+            r"x must be .* \[any, 48\]": lambda: kernels().Matrix(x, None)(x[:, :40], False),
             "residual must be": lambda: kernels().rms_norm(None, x[0], x[0], 1e-5),
             r"weight must be .* \[48\]": lambda: kernels().rms_norm(None, x, x[0, :40], 1e-5),
             r"query must be \[tokens, heads, head_dim\]": lambda: kernels().paged_attention(
@@ -254,7 +241,7 @@ def test_a_step_without_tokens_computes_nothing() -> None:
 
 def test_halves_that_are_missing_or_of_two_models_are_refused() -> None:
     attention, mlp = ops().attention(INPUTS.weights), None
-    narrow = kernels().Mlp(norm(4), torch.zeros(4, 4), None, torch.zeros(4, 2), None, False)
+    narrow = kernels().Mlp(norm(4), torch.zeros(4, 4), None, torch.zeros(4, 2), None)
     embedding = torch.zeros(30, HIDDEN)
     assert_refused(
         {

@@ -221,8 +221,9 @@ BF16 = f"{VNNI} avx512_bf16"  # Zen 4
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        (f"{BF16} avx512vbmi amx_tile amx_bf16", list(build.FLAGS)),
-        (f"{BF16} avx512vbmi amx_bf16", list(build.FLAGS)[1:]),
+        (f"{BF16} avx512vbmi amx_tile amx_bf16 amx_int8", list(build.FLAGS)),
+        (f"{BF16} avx512vbmi amx_bf16 amx_int8", list(build.FLAGS)[1:]),
+        (f"{BF16} avx512vbmi amx_tile amx_bf16", list(build.FLAGS)[1:]),
         (BF16, ["avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable"]),
         (f"{VNNI} avx512vbmi", ["avx512_vnni", "avx512", "avx2", "portable"]),
         (f"{AVX512} avx512_bf16", ["avx512", "avx2", "portable"]),

@@ -127,7 +127,7 @@ def test_what_a_piece_of_work_throws_is_thrown_by_the_call(
 
 def start_too_many_threads(isa: str) -> str:
     kernels = kernels_for(isa)
-    head = kernels.Head(kernels.Norm(torch.ones(32), 0.0), torch.randn(500, 32), None, False)
+    head = kernels.Head(kernels.Norm(torch.ones(32), 0.0), torch.randn(500, 32), None)
     x = torch.randn(100, 32)
     expected = head(x, x)
     with limited_memory(20 * MIB), pytest.raises(RuntimeError) as caught:
@@ -152,7 +152,7 @@ import torch
 from charonia.data.ops.native.build import load_kernels
 kernels = load_kernels(sys.argv[1], print)
 kernels.set_threads(2, [])
-head = kernels.Head(kernels.Norm(torch.ones(4096), 1e-6), torch.randn(512, 4096), None, False)
+head = kernels.Head(kernels.Norm(torch.ones(4096), 1e-6), torch.randn(512, 4096), None)
 x = torch.randn(128, 4096)
 expected = head(x, x)
 kept = []  # for torch aborts the process when one of its tensors is freed while Python ends

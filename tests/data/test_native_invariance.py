@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from charonia.config import Quantization
 from charonia.data.comm import Place
 from charonia.data.kv_store import KVStore, kv_layout
 from charonia.data.model.decoder import Decoder
@@ -22,6 +23,7 @@ from charonia.data.ops.base import StepBatch
 from charonia.data.ops.native.ops import NativeOps
 from support.kernels import ISAS, native_ops, unpacked
 from support.long import one_in
+from support.weights import QUANTIZATIONS
 
 CPU = torch.device("cpu")
 MAX_LEN = 2200
@@ -39,8 +41,8 @@ def name_of(value: object) -> str:
     match value:
         case ModelSpec():
             return f"{value.num_heads} {value.head_dim}"
-        case bool():
-            return "int8" if value else "unrounded"
+        case None:
+            return "unrounded"
         case _:
             return str(value)
 
@@ -210,8 +212,8 @@ def assert_equal(
 
 
 @pytest.mark.parametrize(
-    ("isa", "dtype", "is_int8", "kv_cache_dtype"),
-    one_in(7, itertools.product(ISAS, DTYPES, (False, True), KV_CACHE_DTYPES)),
+    ("isa", "dtype", "quantization", "kv_cache_dtype"),
+    one_in(11, itertools.product(ISAS, DTYPES, QUANTIZATIONS, KV_CACHE_DTYPES)),
     ids=name_of,
 )
 @settings(max_examples=25)
@@ -225,7 +227,7 @@ def assert_equal(
 def test_a_token_does_not_depend_on_its_batch_its_chunk_its_blocks_or_the_threads(
     isa: str,
     dtype: torch.dtype,
-    is_int8: bool,
+    quantization: Quantization | None,
     kv_cache_dtype: str,
     schedule: tuple[list[int], list[Step]],
     data: st.DataObject,
@@ -235,39 +237,43 @@ def test_a_token_does_not_depend_on_its_batch_its_chunk_its_blocks_or_the_thread
 ) -> None:
     lengths, steps = schedule
     spec = data.draw(st.sampled_from(specs_for(kv_cache_dtype)))
-    ops = native_ops(isa, 1, is_int8=is_int8)
+    ops = native_ops(isa, 1, quantization=quantization)
     alone = Model(spec, dtype, ops, block_size, lengths, kv_cache_dtype=kv_cache_dtype)
     expected = alone.run([[(sequence, length)] for sequence, length in enumerate(lengths)])
     assert all(part.isfinite().all() for part in expected[0])
-    ops = native_ops(isa, num_threads, is_int8=is_int8)
+    ops = native_ops(isa, num_threads, quantization=quantization)
     together = Model(spec, dtype, ops, block_size, lengths, seed, kv_cache_dtype)
     assert_equal(together.run(steps), expected)
 
 
 @pytest.mark.parametrize(
-    ("isa", "dtype", "is_int8", "kv_cache_dtype", "spec"),
+    ("isa", "dtype", "quantization", "kv_cache_dtype", "spec"),
     one_in(
-        11,
+        17,
         (
             case
-            for case in itertools.product(ISAS, DTYPES, (False, True), KV_CACHE_DTYPES, SPECS)
+            for case in itertools.product(ISAS, DTYPES, QUANTIZATIONS, KV_CACHE_DTYPES, SPECS)
             if case[-1] in specs_for(case[-2])
         ),
     ),
     ids=name_of,
 )
 def test_token_by_token_with_two_threads_equals_all_at_once_with_one(
-    isa: str, dtype: torch.dtype, is_int8: bool, kv_cache_dtype: str, spec: ModelSpec
+    isa: str,
+    dtype: torch.dtype,
+    quantization: Quantization | None,
+    kv_cache_dtype: str,
+    spec: ModelSpec,
 ) -> None:
     """Decoding past 512 tokens: with two threads few rows have their contexts split."""
     lengths = [530, 3, 270]
-    ops = native_ops(isa, 1, is_int8=is_int8)
+    ops = native_ops(isa, 1, quantization=quantization)
     whole = Model(spec, dtype, ops, 16, lengths, kv_cache_dtype=kv_cache_dtype)
     expected = whole.run([[(0, 530), (1, 3), (2, 270)]])
     steps: list[Step] = [[(0, 505)], [(2, 250)], [(0, 5), (2, 1)]]
     steps += [[(2, 1), (0, 1)] for _ in range(19)]
     steps += [[(0, 1)], [(1, 2)], [(1, 1)]]
-    ops = native_ops(isa, 2, is_int8=is_int8)
+    ops = native_ops(isa, 2, quantization=quantization)
     by_token = Model(spec, dtype, ops, 16, lengths, 1, kv_cache_dtype)
     assert_equal(by_token.run(steps), expected)
 

@@ -175,7 +175,7 @@ def test_the_attention_half_of_a_layer_equals_the_reference(
         x, residual = inputs.x.clone(), inputs.residual.clone()
         step = ops.begin(inputs.batch, inputs.rotation)
         actual = ops.attention(inputs.weights)(x, residual, step, pages)
-        expected = inputs.expected(is_int8=False)
+        expected = inputs.expected()
         # A number that was rounded otherwise before has another code, at times.
         tolerance = {torch.float32: 2e-3, torch.bfloat16: 0.1}[dtype]
         torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from charonia.config import Quantization
 from charonia.data.ops.base import (
     AttentionWeights,
     MatrixWeights,
@@ -17,8 +18,9 @@ from charonia.data.ops.base import (
     Ops,
     Pages,
 )
-from charonia.data.ops.composed import ComposedOps, quantize_int8
+from charonia.data.ops.composed import ComposedOps
 from charonia.data.ops.kv_format import FORMATS
+from charonia.data.ops.quantize import group_bounds, quantize_int8, quantize_rows, w8a8_linear
 from charonia.data.ops.reference import ReferenceOps
 from support.attention import (
     HEAD_DIMS,
@@ -31,26 +33,34 @@ from support.attention import (
     rows_of_a_step,
 )
 from support.batches import random_pages
-from support.kernels import ISAS, filling, kernels_for, native_ops, packed, unpacked
+from support.kernels import ISAS, filling, kernels_for, matrix_of, native_ops, packed, unpacked
 from support.weights import (
     HIDDEN,
-    mlp_in_int8,
+    QUANTIZATIONS,
+    as_read,
+    mlp_as_read,
     random_attention,
     random_matrix,
     random_mlp,
     random_norm,
-    rounded_to_int8,
+    reference_ops,
 )
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 6e-2}
 
 pytestmark = pytest.mark.parametrize("isa", ISAS)
 both_dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+in_8_bits = pytest.mark.parametrize("quantization", ["int8", "w8a8"])
 
 
-def assert_close(actual: Tensor, expected: Tensor, *, is_int8: bool = False) -> None:
-    # The reference's int8 weights went through their own dtype, which the kernels' do not.
-    tolerance = TOLERANCE[expected.dtype] * (2 if is_int8 else 1)
+def assert_close(
+    actual: Tensor, expected: Tensor, *, quantization: Quantization | None = None
+) -> None:
+    # The reference's int8 weights went through their own dtype, which the kernels' do not. Where
+    # rows are rounded to int8, a last bit may decide between two steps.
+    tolerance = TOLERANCE[expected.dtype] * (2 if quantization == "int8" else 1)
+    if quantization == "w8a8":
+        tolerance = max(tolerance, 8e-2)
     torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
 
 
@@ -89,10 +99,10 @@ def test_attention_over_random_block_tables_equals_the_reference(
 @given(
     seed=st.integers(0, 2**31),
     rows=st.integers(1, 60) | st.sampled_from([191, 192, 193, 400]),
-    inputs=st.integers(1, 70).map(lambda half: 2 * half),
+    inputs=st.integers(1, 70).map(lambda half: 2 * half) | st.sampled_from([600, 1026, 2100]),
     outputs=st.integers(1, 100),
     has_bias=st.booleans(),
-    is_int8=st.booleans(),
+    quantization=st.sampled_from(QUANTIZATIONS),
     as_float32=st.booleans(),
 )
 def test_a_product_of_any_size_equals_torch(
@@ -103,18 +113,23 @@ def test_a_product_of_any_size_equals_torch(
     inputs: int,
     outputs: int,
     has_bias: bool,
-    is_int8: bool,
+    quantization: Quantization | None,
     as_float32: bool,
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, inputs, generator=generator).to(dtype)
     weight, bias = vars(random_matrix(generator, outputs, inputs, has_bias, dtype)).values()
     wide = weight.double()
-    if is_int8:
+    if quantization is not None:
         whole, steps = quantize_int8(weight)
         wide = whole.double() * steps.double()[:, None]
-    expected = x.double() @ wide.T + (0 if bias is None else bias.double())
-    actual = kernels_for(isa).Matrix(weight, bias, False, is_int8)(x, as_float32)
+    rows_of_x = x.double()
+    if quantization == "w8a8":
+        numbers, steps = quantize_rows(x)
+        sizes = torch.tensor(group_bounds(inputs)).diff()
+        rows_of_x = numbers.double() * steps.double().repeat_interleave(sizes, dim=1)
+    expected = rows_of_x @ wide.T + (0 if bias is None else bias.double())
+    actual = matrix_of(isa, weight, bias, quantization)(x, as_float32)
     assert actual.dtype == (torch.float32 if as_float32 else dtype)
     # In float32 nothing is rounded but the sum itself, whatever the inputs are.
     tolerance = 2e-5 if as_float32 else TOLERANCE[dtype]
@@ -122,50 +137,106 @@ def test_a_product_of_any_size_equals_torch(
 
 
 @both_dtypes
-@pytest.mark.parametrize("inputs", [2, 30, 32, 34, 64, 96])
-def test_all_whole_numbers_of_int8_are_exact(isa: str, dtype: torch.dtype, inputs: int) -> None:
+@in_8_bits
+@pytest.mark.parametrize("inputs", [2, 30, 32, 34, 64, 96, 600])
+def test_all_whole_numbers_of_int8_are_exact(
+    isa: str, dtype: torch.dtype, quantization: Quantization, inputs: int
+) -> None:
     """Every output holds the largest one, so that a step is 1, at another place."""
     generator = torch.Generator().manual_seed(inputs)
     weight = torch.randint(-127, 128, (300, inputs), generator=generator).to(dtype)
     weight[torch.arange(300), torch.arange(300) % inputs] = 127.0
     assert inputs < 30 or weight.unique().numel() == 255
-    product = kernels_for(isa).Matrix(weight, None, False, True)(torch.eye(inputs).to(dtype), True)
-    assert torch.equal(product.T, weight.float())
+    rows = 127 * torch.eye(inputs, dtype=dtype)  # so that a step of these is 1, too
+    product = matrix_of(isa, weight, None, quantization)(rows, True)
+    assert torch.equal(product.T, 127 * weight.float())
 
 
-def test_the_largest_weight_of_an_output_and_its_opposite_are_exact_in_int8(isa: str) -> None:
+@in_8_bits
+def test_the_largest_weight_of_an_output_and_its_opposite_are_exact_in_int8(
+    isa: str, quantization: Quantization
+) -> None:
     weight = torch.tensor([[0.5, -0.5, 0.0, 0.25], [0.0, 0.0, 0.0, 0.0], [-3e-5, 0, 3e-5, 0]])
-    product = kernels_for(isa).Matrix(weight, None, False, True)(torch.eye(4), False)
+    product = matrix_of(isa, weight, None, quantization)(torch.eye(4), False)
     assert product[:, 1].tolist() == [0.0] * 4
     assert product[:3, 0].tolist() == pytest.approx([0.5, -0.5, 0.0], rel=1e-6)
     assert product[3, 0].item() == pytest.approx(64 / 127 / 2, rel=1e-6)  # 63.5 is rounded to even
     assert product[:, 2].tolist() == pytest.approx([-3e-5, 0.0, 3e-5, 0.0], rel=1e-6)
 
 
+@both_dtypes
+@pytest.mark.parametrize("inputs", [48, 1026, 2100])
+def test_rows_are_rounded_group_by_group_and_sums_added_up_in_order(
+    isa: str, dtype: torch.dtype, inputs: int
+) -> None:
+    """Halves of a step are rounded to even, and one huge number spoils its own group alone."""
+    generator = torch.Generator().manual_seed(inputs)
+    weight = torch.randn(70, inputs, generator=generator).to(dtype)
+    rows = torch.randn(40, inputs, generator=generator).to(dtype)
+    rows[:, 1], rows[:, 2] = rows.abs().amax(1), rows.abs().amax(1) / 2
+    rows[3], rows[5, 7] = 0, 1e4
+    second = group_bounds(inputs)[1]
+    weight[:30, :second] = 0
+    actual = matrix_of(isa, weight, None, "w8a8")(rows, True)
+    expected = w8a8_linear(weight, None)(rows.float())
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+    assert torch.equal(actual[3], torch.zeros(70))
+    exact = (rows.double() @ weight.double().T)[:, :30]
+    error = (actual[:, :30] - exact).abs()
+    assert error.max() < 0.05 * max(1.0, exact.abs().max().item())
+
+
+@both_dtypes
+@pytest.mark.parametrize("quantization", QUANTIZATIONS, ids=str)
+def test_a_row_is_multiplied_as_it_is_alone(
+    isa: str, dtype: torch.dtype, quantization: Quantization | None
+) -> None:
+    """Three groups of inputs, all heights of tiles, and more rows than are multiplied at once."""
+    generator = torch.Generator().manual_seed(0)
+    weight, bias = vars(random_matrix(generator, 70, 2100, True, dtype)).values()
+    x = torch.randn(1100, 2100, generator=generator).to(dtype)
+    matrix = matrix_of(isa, weight, bias, quantization)
+    alone = torch.cat([matrix(row[None], True) for row in x])
+    for num_threads in (1, 2, 3):
+        native_ops(isa, num_threads)  # sets the threads of the kernels
+        for rows in (1, 2, 11, 12, 13, 16, 17, 32, 33, 49, 193, 400, 1100):
+            assert torch.equal(matrix(x[:rows], True), alone[:rows])
+
+
+@both_dtypes
+def test_rows_of_what_is_no_number_stay_alone_and_give_none(isa: str, dtype: torch.dtype) -> None:
+    rows = torch.ones(4, 600, dtype=dtype)
+    rows[1, 300], rows[2, 599] = float("nan"), float("inf")
+    product = matrix_of(isa, torch.ones(3, 600, dtype=dtype), None, "w8a8")(rows, True)
+    assert not product[1:3].isfinite().any()
+    assert torch.equal(product[0], product[3])
+    torch.testing.assert_close(product[0], torch.full((3,), 600.0), atol=1e-3, rtol=1e-5)
+
+
 def assert_attention_equals_the_reference(
-    isa: str, inputs: AttentionInputs, *, is_int8: bool = False
+    isa: str, inputs: AttentionInputs, *, quantization: Quantization | None = None
 ) -> None:
     dim, pages = inputs.weights.head_dim, packed(inputs.pages)
     x = None if inputs.x is None else inputs.x.clone()
     residual = inputs.residual.clone()
-    ops = native_ops(isa, is_int8=is_int8)
+    ops = native_ops(isa, quantization=quantization)
     step = ops.begin(inputs.batch, inputs.rotation)
     actual = ops.attention(inputs.weights)(x, residual, step, pages)
-    assert_close(actual, inputs.expected(is_int8=is_int8), is_int8=is_int8)
+    assert_close(actual, inputs.expected(quantization), quantization=quantization)
     assert torch.equal(residual, inputs.residual)
     written = unpacked(pages, dim)
-    assert_close(written.keys, inputs.pages.keys, is_int8=is_int8)
-    assert_close(written.values, inputs.pages.values, is_int8=is_int8)
+    assert_close(written.keys, inputs.pages.keys, quantization=quantization)
+    assert_close(written.values, inputs.pages.values, quantization=quantization)
     assert not filling(pages, dim)
 
 
 @both_dtypes
 @settings(max_examples=25)
-@given(case=attention_cases, is_int8=st.booleans())
+@given(case=attention_cases, quantization=st.sampled_from(QUANTIZATIONS))
 def test_the_attention_half_of_a_layer_equals_the_reference(
-    isa: str, dtype: torch.dtype, case: AttentionCase, is_int8: bool
+    isa: str, dtype: torch.dtype, case: AttentionCase, quantization: Quantization | None
 ) -> None:
-    assert_attention_equals_the_reference(isa, case.inputs(dtype), is_int8=is_int8)
+    assert_attention_equals_the_reference(isa, case.inputs(dtype), quantization=quantization)
 
 
 @both_dtypes
@@ -188,7 +259,7 @@ def test_the_norms_of_the_attention_half_have_each_their_own_epsilon(
     tokens=st.integers(1, 70) | st.just(200),
     inner=st.integers(1, 60).map(lambda half: 2 * half),
     has_bias=st.booleans(),
-    is_int8=st.booleans(),
+    quantization=st.sampled_from(QUANTIZATIONS),
 )
 def test_the_feed_forward_half_of_a_layer_equals_the_reference(
     isa: str,
@@ -197,17 +268,17 @@ def test_the_feed_forward_half_of_a_layer_equals_the_reference(
     tokens: int,
     inner: int,
     has_bias: bool,
-    is_int8: bool,
+    quantization: Quantization | None,
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     weights = random_mlp(generator, inner, has_bias, dtype)
     x, residual = torch.randn(2, tokens, HIDDEN, generator=generator).to(dtype)
     our_residual = residual.clone()
-    actual = native_ops(isa, is_int8=is_int8).mlp(weights)(x.clone(), our_residual, None, None)
-    if is_int8:
-        weights = mlp_in_int8(weights)
-    expected = ComposedOps(ReferenceOps()).mlp(weights)(x, residual, None, None)
-    assert_close(actual, expected, is_int8=is_int8)
+    mlp = native_ops(isa, quantization=quantization).mlp(weights)
+    actual = mlp(x.clone(), our_residual, None, None)
+    reference = reference_ops(quantization).mlp(mlp_as_read(weights, quantization))
+    expected = reference(x, residual, None, None)
+    assert_close(actual, expected, quantization=quantization)
     assert torch.equal(our_residual, residual)
 
 
@@ -284,23 +355,21 @@ def test_rms_norm_equals_the_reference(
 
 
 @both_dtypes
-@pytest.mark.parametrize("is_int8", [False, True])
+@pytest.mark.parametrize("quantization", QUANTIZATIONS, ids=str)
 @pytest.mark.parametrize("vocab_size", [1, 97, 384])
 def test_the_head_gives_float32_and_leaves_its_inputs(
-    isa: str, dtype: torch.dtype, is_int8: bool, vocab_size: int
+    isa: str, dtype: torch.dtype, quantization: Quantization | None, vocab_size: int
 ) -> None:
     generator = torch.Generator().manual_seed(vocab_size)
     last_norm = random_norm(generator, HIDDEN, dtype)
     weights = random_matrix(generator, vocab_size, HIDDEN, False, dtype)
     x, residual = torch.randn(2, 9, HIDDEN, generator=generator).to(dtype)
     before = x.clone(), residual.clone()
-    actual = native_ops(isa, is_int8=is_int8).head(last_norm, weights)(x, residual)
-    if is_int8:
-        weights = rounded_to_int8(weights)
-    expected = ComposedOps(ReferenceOps()).head(last_norm, weights)(x, residual)
+    actual = native_ops(isa, quantization=quantization).head(last_norm, weights)(x, residual)
+    reference = reference_ops(quantization).head(last_norm, as_read(weights, quantization))
     assert actual.dtype == torch.float32
-    tolerance = TOLERANCE[dtype]
-    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
+    tolerance = 8e-2 if quantization == "w8a8" else TOLERANCE[dtype]
+    torch.testing.assert_close(actual, reference(x, residual), atol=tolerance, rtol=tolerance)
     assert torch.equal(x, before[0])
     assert torch.equal(residual, before[1])
 
@@ -368,7 +437,7 @@ def test_large_keys_and_values_are_stored_as_they_are(
     pages, ops = packed(inputs.pages), native_ops(isa)
     step = ops.begin(inputs.batch, inputs.rotation)
     actual = ops.attention(inputs.weights)(x, residual, step, pages)
-    assert_close(actual / scale, inputs.expected(is_int8=False) / scale)
+    assert_close(actual / scale, inputs.expected() / scale)
     stored = unpacked(pages, 16).values
     assert stored.abs().max() > scale
     assert_close(stored / scale, inputs.pages.values / scale)
@@ -430,12 +499,12 @@ def test_a_query_that_is_no_number_shows_in_its_own_result_alone(
 
 def test_a_matrix_with_an_odd_number_of_inputs_is_refused(isa: str) -> None:
     with pytest.raises(ValueError, match="odd number of inputs"):
-        kernels_for(isa).Matrix(torch.zeros(4, 3), None, False, False)
+        kernels_for(isa).Matrix(torch.zeros(4, 3), None)
 
 
 def test_another_dtype_is_refused(isa: str) -> None:
     with pytest.raises(ValueError, match=r"float32 and bfloat16, not .*Half"):
-        kernels_for(isa).Matrix(torch.zeros(4, 2, dtype=torch.float16), None, False, False)
+        kernels_for(isa).Matrix(torch.zeros(4, 2, dtype=torch.float16), None)
 
 
 def test_the_library_is_of_the_instruction_set_it_was_built_for(isa: str) -> None:

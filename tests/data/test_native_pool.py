@@ -44,7 +44,7 @@ def jobs(kernels: ModuleType, seed: int) -> list[Job]:
     for rows in ROWS:
         weight = torch.randn(40 + 24 * seed, 32, generator=generator)
         x = torch.randn(rows, 32, generator=generator)
-        head = kernels.Head(kernels.Norm(torch.ones(32), 0.0), weight, None, False)
+        head = kernels.Head(kernels.Norm(torch.ones(32), 0.0), weight, None)
         expected = head(x, x)
         normed = x / x.square().mean(1, keepdim=True).sqrt()
         torch.testing.assert_close(expected, normed @ weight.T, atol=5e-5, rtol=5e-5)
@@ -124,7 +124,7 @@ kernels = load_kernels(sys.argv[1], print)
 kernels.set_threads(2, [])
 weight, x = torch.randn(512, 512), torch.randn(128, 512)
 norm = kernels.Norm(torch.ones(512), 1e-6)
-head = kernels.Head(norm, weight, None, False)
+head = kernels.Head(norm, weight, None)
 expected = head(x, x)
 until = time.monotonic() + float(sys.argv[2])
 def rounds():  # some at least, however slow the machine is
@@ -138,7 +138,7 @@ def compute():
 thread = threading.Thread(target=compute)
 thread.start()
 for _ in rounds():
-    assert torch.equal(kernels.Head(norm, weight, None, False)(x[:1], x[:1]), expected[:1])
+    assert torch.equal(kernels.Head(norm, weight, None)(x[:1], x[:1]), expected[:1])
 thread.join()
 print("done")
 """

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from charonia.config import Quantization
 from charonia.data.comm import Place
 from charonia.data.kv_store import KVStore
 from charonia.data.model.parameters import Parameters
@@ -45,26 +46,29 @@ class Weights(NamedTuple):
     """What layers, K and V are kept in, and how far ranks may be from one process."""
 
     dtype: torch.dtype
-    is_int8: bool
+    quantization: Quantization | None
     tolerance: float
     kv_cache_dtype: str = "auto"
 
     def __str__(self) -> str:
-        weights = f"{'int8 in ' * self.is_int8}{str(self.dtype).removeprefix('torch.')}"
+        weights = str(self.dtype).removeprefix("torch.")
+        if self.quantization is not None:
+            weights = f"{self.quantization} in {weights}"
         is_quantized = self.kv_cache_dtype != "auto"
         return weights + f" with K and V in {self.kv_cache_dtype}" * is_quantized
 
 
 WEIGHTS = (
-    Weights(torch.float32, False, 1e-5),
-    Weights(torch.bfloat16, False, 2e-2),
+    Weights(torch.float32, None, 1e-5),
+    Weights(torch.bfloat16, None, 2e-2),
     # Each rank's part of a row of weights has a scale of its own.
-    Weights(torch.float32, True, 4e-2),
-    Weights(torch.bfloat16, True, 4e-2),
+    Weights(torch.float32, "int8", 4e-2),
+    Weights(torch.bfloat16, "int8", 4e-2),
+    Weights(torch.bfloat16, "w8a8", 8e-2),
     # What the order of sums changes decides between two codes, at times.
-    Weights(torch.float32, False, 1e-2, "int8"),
-    Weights(torch.bfloat16, False, 4e-2, "fp8"),
-    Weights(torch.bfloat16, False, 6e-2, "int4"),
+    Weights(torch.float32, None, 1e-2, "int8"),
+    Weights(torch.bfloat16, None, 4e-2, "fp8"),
+    Weights(torch.bfloat16, None, 6e-2, "int4"),
 )
 
 
@@ -204,7 +208,7 @@ def compute(exchange: Any, isa: str, spec: ModelSpec, weights: Weights) -> list[
     lengths = [700, 520, 33, 1]  # as many numbers as go in several pieces
     alone = [[(sequence, length)] for sequence, length in enumerate(lengths)]
     together = [list(enumerate(lengths))]
-    ops = native_ops(isa, 1, is_int8=weights.is_int8)
+    ops = native_ops(isa, 1, quantization=weights.quantization)
     part = Part(spec, weights.dtype, ops, exchange, weights.kv_cache_dtype)
     expected = part.run(lengths, alone)
     before = ops.kernels.phase_seconds()["exchange"]

@@ -149,12 +149,19 @@ def test_a_binding_that_makes_no_sense_is_refused_on_a_cpu_alone() -> None:
 
 
 @pytest.mark.parametrize("kernels", [*ISAS, "torch"])
-def test_int8_is_passed_on(kernels: str) -> None:
+@pytest.mark.parametrize("quantization", ["int8", "w8a8"])
+def test_a_quantization_is_passed_on(kernels: str, quantization: str) -> None:
     from charonia.data.ops.base import MatrixWeights, NormWeights
 
-    ops, _ = choose(cpu_kernels=kernels, quantization="int8")
+    ops, _ = choose(cpu_kernels=kernels, quantization=quantization)
     # 0.3 is no whole number of steps of 1 / 127.
-    weights = MatrixWeights(torch.tensor([[1.0, 0.3]]), None)
-    x, residual = torch.tensor([[0.0, 1.0]]), torch.zeros(1, 2)
-    out = ops.head(NormWeights(torch.ones(2), 0.0), weights)(x, residual)
-    assert out.item() == pytest.approx(2**0.5 * 38 / 127, rel=1e-6)
+    weights = MatrixWeights(torch.tensor([[0.3, 1.0]]), None)
+    x, residual = torch.tensor([[1.0, 0.3]]), torch.zeros(1, 2)
+    norm = NormWeights(torch.ones(2), 0.0)
+    out = ops.head(norm, weights)(x, residual)
+    x_is_read_as = 38 / 127 if quantization == "w8a8" else 0.3
+    normed = (0.5 * 1.09) ** -0.5
+    assert out.item() == pytest.approx(normed * (38 / 127 + x_is_read_as), rel=1e-6)
+    # A draft model of its own number format, beside a quantized one.
+    out = ops.quantized(None).head(norm, weights)(x, residual)
+    assert out.item() == pytest.approx(normed * 0.6, rel=1e-6)

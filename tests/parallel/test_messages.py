@@ -40,7 +40,7 @@ DIGESTS = st.dictionaries(st.text(), st.text())
 CONFIGS = st.builds(
     SpeculativeConfig,
     model=PATHS,
-    quantization=st.sampled_from(["auto", "int8", None]),
+    quantization=st.sampled_from(["auto", "int8", "w8a8", None]),
     draft_tensor_parallel_size=st.integers(1, 2),
 )
 ARGS = st.builds(

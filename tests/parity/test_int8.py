@@ -47,21 +47,25 @@ def read(cpu_kernels: str, **engine_args: object) -> tuple[list[int], float]:
 
 
 @pytest.mark.parametrize(
-    ("cpu_kernels", "dtype"),
-    one_in(11, itertools.product((*ISAS, "torch"), ("float32", "bfloat16"))),
+    ("quantization", "cpu_kernels", "dtype"),
+    one_in(11, itertools.product(("int8", "w8a8"), (*ISAS, "torch"), ("float32", "bfloat16"))),
 )
-def test_int8_agrees_with_the_unquantized_model(
-    cpu_kernels: str, dtype: str, record_property: Callable[[str, object], None]
+def test_8_bits_agree_with_the_unquantized_model(
+    quantization: str,
+    cpu_kernels: str,
+    dtype: str,
+    record_property: Callable[[str, object], None],
 ) -> None:
     whole, whole_loss = read(cpu_kernels, dtype=dtype)
-    int8, int8_loss = read(cpu_kernels, dtype=dtype, quantization="int8")
+    int8, int8_loss = read(cpu_kernels, dtype=dtype, quantization=quantization)
     agreement = sum(a == b for a, b in zip(whole, int8, strict=True)) / len(whole)
     print(
-        f"{cpu_kernels}, {dtype}: int8 chooses as the unquantized model does at {agreement:.2%} of"
-        f" {len(whole)} positions; loss per token {whole_loss:.4f}, in int8 {int8_loss:.4f}"
+        f"{cpu_kernels}, {dtype}: {quantization} chooses as the unquantized model does at"
+        f" {agreement:.2%} of {len(whole)} positions; loss per token {whole_loss:.4f},"
+        f" quantized {int8_loss:.4f}"
     )
     record_property("top_1_agreement", agreement)
-    record_property("loss", {"unquantized": whole_loss, "int8": int8_loss})
-    assert whole != int8, "int8 was not on"
+    record_property("loss", {"unquantized": whole_loss, quantization: int8_loss})
+    assert whole != int8, f"{quantization} was not on"
     assert agreement > MIN_AGREEMENT
     assert abs(int8_loss - whole_loss) < MAX_LOSS

@@ -26,9 +26,9 @@ pytestmark = [
     pytest.mark.parametrize(
         ("quantization", "kv_cache_dtype", "architecture", "cpu_kernels"),
         one_in(
-            7,
+            11,
             itertools.product(
-                (None, "int8"),
+                (None, "int8", "w8a8"),
                 ("auto", "int8", "fp8", "int4"),
                 ("LlamaForCausalLM", "Qwen3ForCausalLM"),
                 ISAS,

@@ -240,13 +240,14 @@ def test_any_model_may_draft_for_any_other(
 @pytest.mark.parametrize(
     ("engine_args", "quantization", "target_ids", "draft_ids"),
     one_in(
-        5,
+        3,
         (
             (*engine, *sizes)
             for engine, sizes in itertools.product(
                 (
                     ({}, None),
                     ({}, "int8"),
+                    ({}, "w8a8"),
                     ({"cpu_kernels": "torch"}, None),
                     ({"tensor_parallel_size": 2}, None),
                 ),

@@ -9,13 +9,12 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from charonia.config import Quantization
 from charonia.data.model.rotary import rotation_table
 from charonia.data.model.spec import RopeSpec
 from charonia.data.ops.base import AttentionWeights, Pages, Rotation, StepBatch
-from charonia.data.ops.composed import ComposedOps
-from charonia.data.ops.reference import ReferenceOps
 from support.batches import random_batch, random_pages
-from support.weights import HIDDEN, attention_in_int8, random_attention
+from support.weights import HIDDEN, attention_as_read, random_attention, reference_ops
 
 HEADS = [(4, 4), (4, 2), (9, 3), (4, 1), (14, 2), (32, 1)]
 """Numbers of heads, of queries and of keys."""
@@ -61,10 +60,10 @@ class AttentionInputs:
     residual: Tensor  # [tokens, hidden]
     pages: Pages
 
-    def expected(self, *, is_int8: bool) -> Tensor:
+    def expected(self, quantization: Quantization | None = None) -> Tensor:
         """Compute the reference's result; `residual` and `pages` are changed in place."""
-        ops = ComposedOps(ReferenceOps())
-        weights = attention_in_int8(self.weights) if is_int8 else self.weights
+        ops = reference_ops(quantization)
+        weights = attention_as_read(self.weights, quantization)
         step = ops.begin(self.batch, self.rotation)
         return ops.attention(weights)(self.x, self.residual, step, self.pages)
 

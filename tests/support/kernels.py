@@ -11,12 +11,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from charonia.config import Quantization
 from charonia.data.ops.base import Pages
 from charonia.data.ops.kv_format import Quantized, format_of
 from charonia.data.ops.native.build import (
@@ -37,9 +39,20 @@ def kernels_for(isa: str) -> ModuleType:
     return load_kernels(isa, print)
 
 
-def native_ops(isa: str, num_threads: int = 2, *, is_int8: bool = False) -> NativeOps:
+def native_ops(
+    isa: str, num_threads: int = 2, *, quantization: Quantization | None = None
+) -> NativeOps:
     """The operations with threads that are bound to no core."""
-    return NativeOps(kernels_for(isa), ThreadLayout(num_threads, ()), is_int8=is_int8)
+    return NativeOps(kernels_for(isa), ThreadLayout(num_threads, ()), quantization)
+
+
+def matrix_of(
+    isa: str, weight: Tensor, bias: Tensor | None, quantization: Quantization | None
+) -> Any:
+    """A matrix of the kernels."""
+    kernels = kernels_for(isa)
+    kept_as = getattr(kernels.Quantization, quantization or "none")
+    return kernels.Matrix(weight, bias, quantization=kept_as)
 
 
 def packed(pages: Pages) -> Pages:

@@ -2,10 +2,14 @@
 
 import torch
 
+from charonia.config import Quantization
 from charonia.data.ops.base import AttentionWeights, MatrixWeights, MlpWeights, NormWeights
-from charonia.data.ops.composed import quantize_int8
+from charonia.data.ops.composed import ComposedOps
+from charonia.data.ops.quantize import quantize_int8
+from charonia.data.ops.reference import ReferenceOps
 
 HIDDEN = 48
+QUANTIZATIONS: tuple[Quantization | None, ...] = (None, "int8", "w8a8")
 
 
 def random_matrix(
@@ -54,17 +58,29 @@ def random_mlp(
     )
 
 
-def rounded_to_int8(weights: MatrixWeights) -> MatrixWeights:
+def reference_ops(quantization: Quantization | None) -> ComposedOps:
+    """The operations that results are compared with, and weights to give them: see `as_read`.
+
+    Where rows are rounded, too, they are those of plain torch; its linear is tested by itself.
+    """
+    return ComposedOps(ReferenceOps(), "w8a8" if quantization == "w8a8" else None)
+
+
+def as_read(weights: MatrixWeights, quantization: Quantization | None) -> MatrixWeights:
     """The weights that int8 stands for, in their own dtype."""
+    if quantization != "int8":
+        return weights
     whole, steps = quantize_int8(weights.weight)
     return MatrixWeights((whole * steps[:, None]).to(weights.weight.dtype), weights.bias)
 
 
-def attention_in_int8(weights: AttentionWeights) -> AttentionWeights:
-    parts = {"qkv": rounded_to_int8(weights.qkv), "output": rounded_to_int8(weights.output)}
+def attention_as_read(
+    weights: AttentionWeights, quantization: Quantization | None
+) -> AttentionWeights:
+    parts = {name: as_read(getattr(weights, name), quantization) for name in ("qkv", "output")}
     return AttentionWeights(**vars(weights) | parts)
 
 
-def mlp_in_int8(weights: MlpWeights) -> MlpWeights:
-    gate_up, down = rounded_to_int8(weights.gate_up), rounded_to_int8(weights.down)
+def mlp_as_read(weights: MlpWeights, quantization: Quantization | None) -> MlpWeights:
+    gate_up, down = as_read(weights.gate_up, quantization), as_read(weights.down, quantization)
     return MlpWeights(weights.norm, gate_up, down)

@@ -14,7 +14,7 @@ from charonia.config.engine_args import (
 from charonia.config.kv_events_config import KVEventsConfig
 from charonia.config.scheduler_args import MIN_ANSWER_BYTES, PATH_PARAMETERS, SchedulerArgs
 from charonia.config.speculative_config import SpeculativeConfig
-from charonia.config.values import PositiveInt, convert
+from charonia.config.values import PositiveInt, Quantization, convert
 
 __all__ = [
     "DEMO_CHECKPOINT",
@@ -24,6 +24,7 @@ __all__ = [
     "EngineArgs",
     "KVEventsConfig",
     "PositiveInt",
+    "Quantization",
     "SchedulerArgs",
     "SchedulingPolicy",
     "SpeculativeConfig",

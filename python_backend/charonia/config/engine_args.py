@@ -18,6 +18,7 @@ from charonia.config.values import (
     MAX_INTEGER,
     MAX_SECONDS,
     PositiveInt,
+    Quantization,
     Seconds,
     convert,
     is_address,
@@ -124,7 +125,9 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             step too many, and that step's token is dropped. Pipelines overlap different steps
             instead, and steps with drafts wait for the tokens before them.
         quantization: "int8" keeps weights as 8-bit integers with a scale per output: half the
-            bytes of bfloat16, at a small loss.
+            bytes of bfloat16, at a small loss. "w8a8" also rounds what they are multiplied by to
+            8-bit integers, as it comes, with a scale for each token and some of its numbers:
+            prompts are computed faster, at a larger loss.
         seed: seed of the requests that bring none: each draws its own from it, in the order of
             admission. None draws them at random.
         device: "auto" takes a GPU if there is one.
@@ -165,7 +168,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     kv_cache_file_space: Annotated[float, msgspec.Meta(gt=0, le=_MAX_GIB)] = 4.0
     enable_chunked_prefill: bool = True
     kv_cache_dtype: Literal["auto", "int8", "fp8", "fp8_e4m3", "int4"] = "auto"
-    quantization: Literal["int8"] | None = None
+    quantization: Quantization | None = None
     speculative_config: SpeculativeConfig | None = None
     generation_config: str = "auto"
     scheduling_policy: SchedulingPolicy = "fcfs"

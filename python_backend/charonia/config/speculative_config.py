@@ -42,7 +42,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     method: Literal["draft_model", "ngram", "suffix"] | None = None
     model: str | None = None
-    quantization: Literal["auto", "int8"] | None = "auto"
+    quantization: Literal["auto", "int8", "w8a8"] | None = "auto"
     num_speculative_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_SPECULATIVE_TOKENS)] | None = (
         None
     )

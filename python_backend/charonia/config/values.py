@@ -6,7 +6,7 @@ nothing about any configuration.
 
 import os
 import re
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import msgspec
 from msgspec import inspect
@@ -16,6 +16,7 @@ from charonia.errors import ConfigError, shown
 MAX_INTEGER = 2**31 - 1
 MAX_SECONDS = 365 * 24 * 3600.0
 PositiveInt = Annotated[int, msgspec.Meta(ge=1, le=MAX_INTEGER)]
+Quantization = Literal["int8", "w8a8"]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=MAX_SECONDS)]
 T = TypeVar("T")
 _PORT = re.compile("[0-9]{1,5}")

@@ -137,6 +137,8 @@ def _check_length(num_positions: int, head_dim: int) -> None:
 
 
 def _draft_ops(config: SpeculativeConfig, ops: Ops[Any]) -> Ops[Any]:
-    """The draft model's operations: the target's, or the same with int8 weights."""
-    is_int8 = config.quantization == "int8" or (config.quantization == "auto" and ops.prefers_int8)
-    return ops.as_int8() if is_int8 else ops
+    """The draft model's operations: the target's, for weights in its own number format."""
+    quantization = config.quantization
+    if quantization == "auto":
+        quantization = "int8" if ops.prefers_int8 else None
+    return ops.quantized(quantization)

@@ -27,6 +27,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
+from charonia.config import Quantization
 from charonia.data.comm import Comm
 from charonia.protocol import KVLayout
 
@@ -197,8 +198,8 @@ class Ops(Protocol[StepT]):
         """Prepare the final norm and the language model's head."""
         ...
 
-    def as_int8(self) -> "Ops[StepT]":
-        """The same operations for another model, with weights kept as int8."""
+    def quantized(self, quantization: Quantization | None) -> "Ops[StepT]":
+        """The same operations for another model, with weights in this number format."""
         ...
 
     # Optional features.

@@ -1,16 +1,16 @@
 """`Ops` composed of five primitive operations, for devices without native layers.
 
-Owns composing a sublayer, and int8 weights in plain torch. Must not know names of weights, or
-plans.
+Owns composing a sublayer. Must not know names of weights, or plans.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from charonia.config import Quantization
 from charonia.data.comm import Comm
 from charonia.data.ops.base import (
     AttentionWeights,
@@ -28,9 +28,8 @@ from charonia.data.ops.base import (
     Sublayer,
 )
 from charonia.data.ops.kv_format import FORMATS
+from charonia.data.ops.quantize import Linear, int8_linear, w8a8_linear
 from charonia.protocol import KVLayout
-
-Linear = Callable[[Tensor], Tensor]
 
 
 class PagedAttention(Protocol):
@@ -112,16 +111,16 @@ class ComposedOps(Ops[ComposedStep]):
     """The operations composed of a device's primitives.
 
     Args:
-        is_int8: keep weights as int8 with a scale per output.
+        quantization: number format of the weights; see `EngineArgs`.
     """
 
-    def __init__(self, primitives: Primitives, *, is_int8: bool = False) -> None:
+    def __init__(self, primitives: Primitives, quantization: Quantization | None = None) -> None:
         self._primitives = primitives
-        self._is_int8 = is_int8
+        self._quantization = quantization
 
-    def as_int8(self) -> "ComposedOps":
-        """The same operations for another model, with weights kept as int8."""
-        return ComposedOps(self._primitives, is_int8=True)
+    def quantized(self, quantization: Quantization | None) -> "ComposedOps":
+        """See `Ops`."""
+        return ComposedOps(self._primitives, quantization)
 
     def page_shapes(self, layout: KVLayout) -> tuple[tuple[int, ...], tuple[int, ...]]:
         width = FORMATS[layout.dtype].width(layout.head_dim)
@@ -182,18 +181,12 @@ class ComposedOps(Ops[ComposedStep]):
         return head
 
     def _linear(self, weights: MatrixWeights) -> Linear:
-        ops = self._primitives
-        if not self._is_int8:
-            return lambda x: ops.linear(x, weights.weight, weights.bias)
-        whole, scales = quantize_int8(weights.weight)
-        bias = weights.bias
-
-        def linear(x: Tensor) -> Tensor:
-            # In float32: a scale rounded to bfloat16 would be off by up to 0.2 % for all inputs.
-            y = ops.linear(x, whole.to(x.dtype), None) * scales
-            return (y if bias is None else y + bias).to(x.dtype)
-
-        return linear
+        ops, quantization = self._primitives, self._quantization
+        if quantization == "int8":
+            return int8_linear(ops.linear, weights.weight, weights.bias)
+        if quantization == "w8a8":
+            return w8a8_linear(weights.weight, weights.bias)
+        return lambda x: ops.linear(x, weights.weight, weights.bias)
 
 
 def one_by_one(layers: Sequence[Layer[StepT]], parts: Comm | None) -> Layers[StepT]:
@@ -210,21 +203,6 @@ def one_by_one(layers: Sequence[Layer[StepT]], parts: Comm | None) -> Layers[Ste
         return x
 
     return run
-
-
-def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize each output's weights to 255 even steps between plus and minus the largest.
-
-    Args:
-        weight: [outputs, inputs].
-
-    Returns:
-        Integers, int8 [outputs, inputs], and the size of a step, float32 [outputs].
-    """
-    wide = weight.float()
-    scales = wide.abs().amax(dim=1) / 127
-    steps = torch.where(scales > 0, scales, 1.0)[:, None]
-    return torch.round(wide / steps).to(torch.int8), scales
 
 
 def _add_and_normalize(

@@ -43,8 +43,7 @@ def select_ops(
     Raises:
         ConfigError: kernels that the configuration names are not available.
     """
-    is_int8 = args.quantization == "int8"
-    composed = ComposedOps(TorchOps(), is_int8=is_int8)
+    composed = ComposedOps(TorchOps(), args.quantization)
     if device.type != "cpu":
         return composed
     threads = ThreadLayout.of(args.cpu_threads, args.cpu_binding, local_rank, num_local_ranks)
@@ -67,7 +66,7 @@ def select_ops(
             if problem:
                 log(f"warning: the CPU kernels for {isas[0]} cannot be used: {problem}")
             log(f"computing with the CPU kernels for {isa}, {threads}")
-            return NativeOps(kernels, threads, is_int8=is_int8)
+            return NativeOps(kernels, threads, args.quantization)
     if args.cpu_kernels != "auto":
         raise ConfigError(f"cpu_kernels = {args.cpu_kernels!r} cannot be used: {problem}")
     log(

@@ -31,7 +31,7 @@ _AVX512_VNNI_FLAGS = [*_AVX512_FLAGS, "-mavx512vnni"]
 # Every processor with products of bfloat16 has products of integers.
 _AVX512_BF16_FLAGS = [*_AVX512_VNNI_FLAGS, "-mavx512bf16"]
 FLAGS = {
-    "amx_bf16": [*_AVX512_BF16_FLAGS, "-mavx512vbmi", "-mamx-tile", "-mamx-bf16"],
+    "amx_bf16": [*_AVX512_BF16_FLAGS, "-mavx512vbmi", "-mamx-tile", "-mamx-bf16", "-mamx-int8"],
     "avx512_bf16": _AVX512_BF16_FLAGS,
     "avx512_vnni": _AVX512_VNNI_FLAGS,
     "avx512": _AVX512_FLAGS,
@@ -45,7 +45,7 @@ _AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl", *_AVX2}
 _AVX512_VNNI = {*_AVX512, "avx512_vnni"}
 _AVX512_BF16 = {*_AVX512_VNNI, "avx512_bf16"}
 _NEEDED = {
-    "amx_bf16": {*_AVX512_BF16, "avx512vbmi", "amx_tile", "amx_bf16"},
+    "amx_bf16": {*_AVX512_BF16, "avx512vbmi", "amx_tile", "amx_bf16", "amx_int8"},
     "avx512_bf16": _AVX512_BF16,
     "avx512_vnni": _AVX512_VNNI,
     "avx512": _AVX512,

@@ -234,8 +234,8 @@ struct CodeFormat<Fp8Code, bf16> {
 };
 #endif
 
-// The left-hand side is whole numbers of 16 bits: 256 times one digit and another, both from -128
-// to 127, each in a row of its own. Codes are multiplied as they lie, from 0 on, so that of a sum
+// The left-hand side is whole numbers of 8 bits: those themselves (w8a8.h), or digits of numbers of
+// 16 bits, 256 times one digit and another, both from -128 to 127, each in a row of its own. Codes are multiplied as they lie, from 0 on, so that of a sum
 // kBias times the sum of the digits is to be taken away.
 using Digit = int8_t;
 constexpr float kMostInDigits = 127 * 256 + 127;
@@ -289,6 +289,10 @@ inline int32_t minus_bias(const Digit* row, int64_t count) {
 
 #else
 constexpr bool kHasIntegerProducts = false;
+template <class Code>
+int32_t minus_bias(const float*, int64_t) {  // numbers are multiplied, not codes
+  return 0;
+}
 #endif
 
 #if defined(__AVX512BF16__)
@@ -320,12 +324,12 @@ inline Steps steps_up_to(float most) {
 }
 // Of the magnitudes; NaN where a number is, which as digits would be a number like others.
 inline float largest(const float* x, int64_t count) {
-  Floats most = {};
+  Ints most = {};  // the bits of magnitudes are ordered as these are, those of NaN come last
   for (int64_t i = 0; i < count; i += kLanes) {
-    const Floats some = load<Floats>(x + i);
-    most = some == some ? max(max(some, -some), most) : some;
+    const Ints some = load<Ints>(x + i) & 0x7fffffff;
+    most = some > most ? some : most;
   }
-  return reduce(most, [](float a, float b) { return a >= b || a != a ? a : b; });
+  return bits<float>(max(most));
 }
 
 // Put some of a row of numbers into its rows of the left-hand side, `stride` apart. In digits they

@@ -4,7 +4,8 @@
 //   tiles.h      the same by AMX
 //   check.h      what is accepted from Python
 //   pool.h       threads
-//   matrix.h     packed weights, in float32, bfloat16 and int8
+//   matrix.h     packed weights, in float32, bfloat16, int8 and W8A8; weight_memory.h is where
+//   w8a8.h       rows rounded to int8, for products of whole numbers
 //   codes.h      numbers in 8 or 4 bits: how they are rounded, and products with them
 //   pages.h      how K and V lie in the pages
 //   step.h       the tokens of a step and where their context lies
@@ -252,25 +253,36 @@ PYBIND11_MODULE(charonia_kernels, module) {
                     at::Tensor, at::Tensor>());
   // Packing takes seconds, in which a rank must be able to say that it lives.
   using WithoutLock = py::call_guard<Unlocked>;
+  py::enum_<Quantization>(module, "Quantization", py::module_local())
+      .value("none", Quantization::kNone)
+      .value("int8", Quantization::kInt8)
+      .value("w8a8", Quantization::kW8a8);
+  const auto as_it_is = py::arg("quantization") = Quantization::kNone;
   py::class_<Matrix>(module, "Matrix", py::module_local())
-      .def(py::init<const at::Tensor&, const MaybeTensor&, bool, bool>(), WithoutLock())
+      .def(py::init<const at::Tensor&, const MaybeTensor&, bool, Quantization>(), WithoutLock(),
+           py::arg("weight"), py::arg("bias"), py::arg("is_paired") = false, as_it_is)
       .def("__call__", &multiply_by);
   py::class_<Norm>(module, "Norm", py::module_local()).def(py::init<at::Tensor, float>());
   py::class_<Mlp, std::shared_ptr<Mlp>>(module, "Mlp", py::module_local())
       .def(py::init<Norm, const at::Tensor&, const MaybeTensor&, const at::Tensor&,
-                    const MaybeTensor&, bool>(),
-           WithoutLock())
+                    const MaybeTensor&, Quantization>(),
+           WithoutLock(), py::arg("norm"), py::arg("gate_up"), py::arg("gate_up_bias"),
+           py::arg("down"), py::arg("down_bias"), as_it_is)
       .def("__call__", &feed_forward);
   py::class_<Attention, std::shared_ptr<Attention>>(module, "Attention", py::module_local())
       .def(py::init<Norm, const at::Tensor&, const MaybeTensor&, const at::Tensor&,
-                    const MaybeTensor&, std::optional<Norm>, std::optional<Norm>, int64_t, bool>(),
-           WithoutLock())
+                    const MaybeTensor&, std::optional<Norm>, std::optional<Norm>, int64_t,
+                    Quantization>(),
+           WithoutLock(), py::arg("norm"), py::arg("qkv"), py::arg("qkv_bias"), py::arg("output"),
+           py::arg("output_bias"), py::arg("query_norm"), py::arg("key_norm"),
+           py::arg("head_dim"), as_it_is)
       .def("__call__", &attend);
   py::class_<Layers, std::shared_ptr<Layers>>(module, "Layers", py::module_local())
       .def(py::init<std::vector<Layers::Layer>, std::shared_ptr<Exchange>>())
       .def("__call__", &run_layers);
   py::class_<Head, std::shared_ptr<Head>>(module, "Head", py::module_local())
-      .def(py::init<Norm, const at::Tensor&, const MaybeTensor&, bool>(), WithoutLock())
+      .def(py::init<Norm, const at::Tensor&, const MaybeTensor&, Quantization>(), WithoutLock(),
+           py::arg("norm"), py::arg("weight"), py::arg("bias"), as_it_is)
       .def("__call__", &logits_of);
   py::class_<Guesser>(module, "Guesser", py::module_local())
       .def(py::init<at::Tensor, std::shared_ptr<Layers>, std::shared_ptr<Head>, at::Tensor,

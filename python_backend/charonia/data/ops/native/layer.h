@@ -112,9 +112,9 @@ struct Norm {
 class Mlp {
  public:
   Mlp(Norm norm, const at::Tensor& gate_up, const std::optional<at::Tensor>& bias,
-      const at::Tensor& down, const std::optional<at::Tensor>& down_bias, bool is_int8)
-      : norm_(std::move(norm)), gate_up_(gate_up, bias, true, is_int8),
-        down_(down, down_bias, false, is_int8) {
+      const at::Tensor& down, const std::optional<at::Tensor>& down_bias, Quantization quantization)
+      : norm_(std::move(norm)), gate_up_(gate_up, bias, true, quantization),
+        down_(down, down_bias, false, quantization) {
     norm_.require_fit("norm", type(), hidden());
     require(down_.type == type() && down_.outputs == hidden() &&
                 gate_up_.outputs == 2 * down_.inputs,
@@ -160,9 +160,9 @@ class Attention {
   Attention(Norm norm, const at::Tensor& qkv, const std::optional<at::Tensor>& qkv_bias,
             const at::Tensor& output, const std::optional<at::Tensor>& output_bias,
             std::optional<Norm> query_norm, std::optional<Norm> key_norm, int64_t head_dim,
-            bool is_int8)
-      : norm_(std::move(norm)), qkv_(qkv, qkv_bias, false, is_int8),
-        output_(output, output_bias, false, is_int8), query_norm_(std::move(query_norm)),
+            Quantization quantization)
+      : norm_(std::move(norm)), qkv_(qkv, qkv_bias, false, quantization),
+        output_(output, output_bias, false, quantization), query_norm_(std::move(query_norm)),
         key_norm_(std::move(key_norm)), shape_(shape_of(qkv_, output_, head_dim)) {
     norm_.require_fit("norm", type(), hidden());
     if (query_norm_) query_norm_->require_fit("query_norm", type(), head_dim);
@@ -328,8 +328,9 @@ class Layers {
 // The last norm and the language model's head.
 class Head {
  public:
-  Head(Norm norm, const at::Tensor& weight, const std::optional<at::Tensor>& bias, bool is_int8)
-      : norm_(std::move(norm)), matrix_(weight, bias, false, is_int8) {
+  Head(Norm norm, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+       Quantization quantization)
+      : norm_(std::move(norm)), matrix_(weight, bias, false, quantization) {
     norm_.require_fit("norm", type(), hidden());
   }
 

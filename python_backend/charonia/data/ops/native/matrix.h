@@ -2,23 +2,22 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/from_blob.h>
-#include <sys/mman.h>
 
 #include <algorithm>
 #include <cmath>
-#include <memory>
 #include <mutex>
-#include <new>
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "check.h"
 #include "pool.h"
 #include "tiles.h"
 #include "vectors.h"
+#include "w8a8.h"
+#include "weight_memory.h"
 
 namespace charonia {
 
@@ -39,50 +38,15 @@ void with_type(at::ScalarType type, F&& f) {
                                 c10::toString(type));
 }
 
-// Memory for weights: zeros in huge pages, which are faster to read and far faster to come by. It is
-// taken in chunks, as a matrix is smaller than a few huge pages; a chunk is let go with the last
-// tensor in it.
-class WeightMemory {
- public:
-  static at::Tensor zeros(int64_t count, at::ScalarType type) {
-    const int64_t bytes = (count * static_cast<int64_t>(at::elementSize(type)) + 63) / 64 * 64;
-    static std::shared_ptr<Chunk> current;
-    static std::mutex lock;
-    const std::lock_guard guard(lock);
-    if (!current || current->used + bytes > current->size)
-      current = std::make_shared<Chunk>(std::max(kChunkBytes, bytes));
-    void* const at = current->memory + current->used;
-    current->used += bytes;
-    return at::from_blob(at, {count}, [chunk = current](void*) {}, at::TensorOptions(type));
-  }
-
- private:
-  static constexpr int64_t kHugePage = 2 << 20, kChunkBytes = 32 * kHugePage;
-
-  struct Chunk {
-    explicit Chunk(int64_t bytes) : size((bytes + kHugePage - 1) / kHugePage * kHugePage) {
-      // As much again as a huge page, so that one can begin where it must.
-      void* const got = mmap(nullptr, size + kHugePage, PROT_READ | PROT_WRITE,
-                             MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-      if (got == MAP_FAILED) throw std::bad_alloc();
-      mapped = static_cast<char*>(got);
-      const auto address = reinterpret_cast<uintptr_t>(mapped);
-      memory = mapped + (kHugePage - address % kHugePage) % kHugePage;
-      madvise(memory, size, MADV_HUGEPAGE);  // a wish: without it pages are small
-    }
-    ~Chunk() { munmap(mapped, size + kHugePage); }
-    Chunk(const Chunk&) = delete;
-
-    const int64_t size;
-    int64_t used = 0;
-    char* mapped;
-    char* memory;
-  };
-};
+// The number format of weights: that of the model; int8 with a step for each output, widened for
+// products; or the same multiplied by rows that are rounded to int8, too.
+enum class Quantization { kNone, kInt8, kW8a8 };
 
 // W [outputs, inputs], packed in panels of kColumns outputs that are read front to back:
 //
 //   panels   [panel][inputs / kStep][kVectors] units
+//
+// For W8A8 inputs are filled up with zeros; see Groups.
 //
 // A paired matrix has gate in the first vector of a panel and up in the second: its first half
 // of outputs and its second half side by side.
@@ -90,9 +54,9 @@ class Matrix {
  public:
   // weight: [outputs, inputs]; bias: [outputs]. Raises where inputs is odd, or outputs of a pair.
   Matrix(const at::Tensor& weight, const std::optional<at::Tensor>& bias, bool is_paired,
-         bool is_int8)
+         Quantization quantization)
       : outputs(checked(weight).size(0)), inputs(weight.size(1)), type(weight.scalar_type()),
-        is_int8(is_int8) {
+        quantization(quantization), groups_(inputs) {
     require(inputs % 2 == 0, "a matrix with an odd number of inputs, ", inputs);
     require(!is_paired || outputs % 2 == 0, "gate and up have ", outputs, " outputs together");
     if (bias) require_tensor(*bias, "bias", type, {outputs});
@@ -106,11 +70,11 @@ class Matrix {
       const int64_t source = panel * per_panel + column - (is_second ? kLanes : 0);
       sources_[i] = source >= columns ? -1 : source + (is_second ? columns : 0);
     }
-    if (is_int8) steps_.resize(num_panels * kColumns);
+    if (quantization != Quantization::kNone) steps_.resize(num_panels * kColumns);
     with_type(type, [&](auto zero) {
       using T = decltype(zero);
       if (bias) bias_ = gather<T>(*bias);
-      panels_ = WeightMemory::zeros(num_panels * kColumns * inputs, is_int8 ? at::kChar : type);
+      panels_ = WeightMemory::zeros(num_panels * kColumns * depth(), type_of_panels());
       const std::lock_guard guard(one_at_a_time);
       Pool::get().run(num_panels, [&](int64_t panel) { pack<T>(panel, data<T>(weight)); });
     });
@@ -122,16 +86,18 @@ class Matrix {
   // an array of kVectors vectors that lacks scale and bias; see `finish`.
   template <class T, class Out>
   void multiply_rows(const T* x, int64_t rows, const Out& out) const {
-    if (is_int8)
-      multiply_rows<Int8<T>, T>(data<int8_t>(panels_), x, rows, out);
+    if (quantization == Quantization::kW8a8)
+      multiply_wholes(x, rows, out);
+    else if (quantization == Quantization::kInt8)
+      multiply_numbers<Int8<T>>(x, rows, out);
     else
-      multiply_rows<Format<T>, T>(data<T>(panels_), x, rows, out);
+      multiply_numbers<Format<T>>(x, rows, out);
   }
 
   // Apply scale and bias to vector v of a panel's sums.
   Floats finish(Floats sums, int64_t panel, int v) const {
     const int64_t column = panel * kColumns + v * kLanes;
-    if (is_int8) sums *= load<Floats>(steps_.data() + column);
+    if (quantization != Quantization::kNone) sums = alone(sums * load<Floats>(steps_.data() + column));
     if (!bias_.empty()) sums += load<Floats>(bias_.data() + column);
     return sums;
   }
@@ -156,7 +122,7 @@ class Matrix {
 
   const int64_t outputs, inputs;
   const at::ScalarType type;
-  const bool is_int8;
+  const Quantization quantization;
   int64_t num_panels;
 
  private:
@@ -172,26 +138,33 @@ class Matrix {
   // The same with AMX: so many bytes of x, half of the second-level cache, but some tiles at least.
   static constexpr int64_t kBytesAtOnce = 1 << 20, kTileRows = 32;
 
-  int64_t tile_rows_at_once() const {
-    const int64_t rows = kBytesAtOnce / (inputs * static_cast<int64_t>(sizeof(bf16)));
-    return std::max<int64_t>(rows / kTileRows, 4) * kTileRows;
+  // Weights stored of each output.
+  int64_t depth() const {
+    return quantization == Quantization::kW8a8 ? groups_.filled() : inputs;
   }
 
-  // Sums of some rows and a panel that were not handed out yet.
-  template <class Out>
+  at::ScalarType type_of_panels() const {
+    return quantization == Quantization::kW8a8   ? at::kByte
+           : quantization == Quantization::kInt8 ? at::kChar
+                                                 : type;
+  }
+
+  // Sums of some rows, a panel and a group of inputs that were not handed out yet.
+  template <class Sum, class Out>
   class WaitingSums {
    public:
     explicit WaitingSums(const Out& out) : out_(out) {}
 
     // Where those of the next rows go.
-    float* next() { return reinterpret_cast<float*>(sums_[side_ ^ 1]); }
-    Floats (&row(int64_t r))[kVectors] { return sums_[side_ ^ 1][r]; }
+    auto* next() { return reinterpret_cast<Number*>(sums_[side_ ^ 1]); }
+    Sum (&row(int64_t r))[kVectors] { return sums_[side_ ^ 1][r]; }
 
     // They are there; all before them were handed out.
-    void wait(int64_t first_row, int64_t count, int64_t panel) {
+    void wait(int64_t first_row, int64_t count, int64_t panel, int64_t group) {
       side_ ^= 1;
       first_row_ = first_row;
       panel_ = panel;
+      group_ = group;
       count_ = count;
       given_ = 0;
     }
@@ -201,60 +174,137 @@ class Matrix {
 
     void hand_out(int64_t count) {
       const int64_t end = std::min(count_, given_ + count);
-      for (; given_ < end; ++given_) out_(first_row_ + given_, panel_, sums_[side_][given_]);
+      for (; given_ < end; ++given_)
+        out_(first_row_ + given_, panel_, group_, sums_[side_][given_]);
     }
     void hand_out_all() { hand_out(count_); }
 
    private:
+    using Number = std::conditional_t<std::is_same_v<Sum, Floats>, float, int32_t>;
+
     const Out& out_;
-    alignas(64) Floats sums_[2][kTileRows][kVectors];
+    alignas(64) Sum sums_[2][kTileRows][kVectors];
     int side_ = 0;
-    int64_t first_row_ = 0, panel_ = 0, count_ = 0, given_ = 0;
+    int64_t first_row_ = 0, panel_ = 0, group_ = 0, count_ = 0, given_ = 0;
   };
 
-  // Some rows of x, and a panel of weights.
-  template <class T, class Stored>
+  // Some rows of x [num_rows][depth], and a panel of weights.
+  template <class F>
   struct Part {
-    const T* x;
+    const typename F::Input* x;
     int64_t first_row, num_rows, panel;
-    const Stored* weights;
+    const typename F::Stored* weights;
   };
 
-  template <class F, class T, class Out>
-  void multiply_rows(const typename F::Stored* panels, const T* x, int64_t rows,
-                     const Out& out) const {
-    constexpr bool is_by_tiles = kHasTiles && std::is_same_v<T, bf16>;
-    const int64_t at_once = is_by_tiles ? tile_rows_at_once() : kRowsAtOnce;
+  // How inputs are cut for products of format F: into one group, known at compile time, or several.
+  template <class F>
+  int64_t num_groups() const {
+    if constexpr (std::is_same_v<F, WholeFormat>)
+      return groups_.count;
+    else
+      return 1;
+  }
+  template <class F>
+  int64_t begin_of(int64_t group) const {
+    if constexpr (std::is_same_v<F, WholeFormat>)
+      return groups_.begin(group);
+    else
+      return group ? inputs : 0;
+  }
+
+  // out(row, panel, sums) for every row of x [rows, inputs] and panel.
+  template <class F, class Out>
+  void multiply_numbers(const typename F::Input* x, int64_t rows, const Out& out) const {
+    const auto take = [&out](int64_t row, int64_t panel, int64_t, const Floats* sums) {
+      out(row, panel, sums);
+    };
+    multiply_parts<F>(x, rows, [&](const auto& f) { f(take); });
+  }
+
+  // The same by whole numbers. Those of a group are summed up exactly, the groups in order.
+  template <class T, class Out>
+  void multiply_wholes(const T* x, int64_t rows, const Out& out) const {
+    using Sum = WholeFormat::Sum;
+    const WholeRows wholes = rounded_rows(x, rows);
+    const auto add_up = [&](const auto& f) {
+      static_assert(kSums / kVectors <= kTileRows);
+      Floats totals[kTileRows][kVectors];  // of as many rows as are multiplied at once
+      f([&](int64_t row, int64_t panel, int64_t group,
+            const Sum* sums) __attribute__((always_inline)) {
+        Floats(&total)[kVectors] = totals[static_cast<uint64_t>(row) % kTileRows];
+        const int64_t at = row * groups_.count + group;
+        for (int v = 0; v < kVectors; ++v) {
+          const Floats added = alone(of_numbers(sums[v], wholes.less[at]) * wholes.steps[at]);
+          total[v] = group ? total[v] + added : added;
+        }
+        if (group + 1 == groups_.count) out(row, panel, total);
+      });
+    };
+    multiply_parts<WholeFormat>(wholes.numbers, rows, add_up);
+  }
+
+  template <class T>
+  WholeRows rounded_rows(const T* x, int64_t rows) const {
+    const int64_t groups = rows * groups_.count;
+    const WholeRows wholes = {scratch.numbers.get<WholeFormat::Input>(rows * groups_.filled()),
+                              scratch.steps.get<float>(groups), scratch.less.get<int32_t>(groups)};
+    const auto some = [&](int64_t row, int64_t end) {
+      for (; row < end; ++row)
+        round_row(x + row * inputs, inputs, groups_, wholes.from(row, groups_));
+    };
+    if (is_worth_sharing(groups))
+      Pool::get().run_ranges(rows, some);
+    else
+      some(0, rows);
+    return wholes;
+  }
+
+  // Cut rows of x and panels into parts, and share these out. Each thread calls begin(f), which calls
+  // f(out), and gives out(row, panel, group, sums) for its parts; a row's groups are in order.
+  template <class F, class Begin>
+  void multiply_parts(const typename F::Input* x, int64_t rows, const Begin& begin) const {
+    using Input = typename F::Input;
+    constexpr bool is_by_tiles =
+        kHasTiles && (std::is_same_v<Input, bf16> || std::is_same_v<Input, Digit>);
+    const int64_t depth = this->depth();
+    const int64_t at_once = is_by_tiles ? tile_rows_at_once(depth * sizeof(Input)) : kRowsAtOnce;
     const int64_t parts = (rows + at_once - 1) / at_once;
+    const auto* const panels = data<typename F::Stored>(panels_);
     Pool::get().run_ranges(parts * num_panels, [&](int64_t first_task, int64_t last_task) {
       const auto each_part = [&](auto&& multiply_part) {
         for (int64_t task = first_task; task < last_task; ++task) {
           const int64_t index = task / num_panels, panel = task % num_panels;
-          const int64_t begin = index * rows / parts, end = (index + 1) * rows / parts;
-          multiply_part(Part<T, typename F::Stored>{x + begin * inputs, begin, end - begin, panel,
-                                                    panels + panel * kColumns * inputs});
+          const int64_t first = index * rows / parts, end = (index + 1) * rows / parts;
+          multiply_part(Part<F>{x + first * depth, first, end - first, panel,
+                                panels + panel * kColumns * depth});
         }
       };
-      if constexpr (is_by_tiles) {
-        Tiles tiles;
-        WaitingSums<Out> waiting(out);
-        each_part([&](const auto& part) { multiply_by_tiles<F>(tiles, part, waiting); });
-        waiting.hand_out_all();
-      } else {
-        each_part([&](const auto& part) { multiply_by_vectors<F>(part, out); });
-      }
+      begin([&](const auto& out) {
+        if constexpr (is_by_tiles) {
+          Tiles tiles;
+          WaitingSums<typename F::Sum, std::decay_t<decltype(out)>> waiting(out);
+          each_part([&](const auto& part) { multiply_by_tiles<F>(tiles, part, waiting); });
+          waiting.hand_out_all();
+        } else {
+          each_part([&](const auto& part) { multiply_by_vectors<F>(part, out); });
+        }
+      });
     });
   }
 
-  template <class F, class T, class Out>
-  void multiply_by_vectors(const Part<T, typename F::Stored>& part, const Out& out) const {
+  static int64_t tile_rows_at_once(int64_t bytes_of_row) {
+    return std::max<int64_t>(kBytesAtOnce / bytes_of_row / kTileRows, 4) * kTileRows;
+  }
+
+  template <class F, class Out>
+  void multiply_by_vectors(const Part<F>& part, const Out& out) const {
     const auto* w = part.weights;
-    const auto* next = w + kColumns * inputs;
+    const int64_t depth = this->depth();
+    const auto* next = w + kColumns * depth;
     int half = 0;
-    constexpr int kUnit = kLanes * F::kStep;
+    constexpr int kUnit = kLanes * F::kStored;
     in_tiles<kVectors>(part.num_rows, [&](int64_t first, auto rows_here) {
       constexpr int height = decltype(rows_here)::value;
-      Floats sums[height][kVectors] = {};
       const typename F::Stored* units[kVectors];
       // The first tile fetches its own panel ahead, the second and third the next one, half each.
       const typename F::Stored* ahead[kVectors];
@@ -264,72 +314,90 @@ class Matrix {
         ahead[v] = is_first ? units[v] + kAheadBytes / sizeof *w : next + half * kUnit;
       }
       half += !is_first;
-      multiply<F>(sums, part.x + first * inputs, inputs, units, kVectors * kUnit, inputs, ahead);
-      for (int r = 0; r < height; ++r) out(part.first_row + first + r, part.panel, sums[r]);
+      for (int64_t group = 0; group < num_groups<F>(); ++group) {
+        const int64_t k = begin_of<F>(group), size = begin_of<F>(group + 1) - k;
+        typename F::Sum sums[height][kVectors] = {};
+        multiply<F>(sums, part.x + first * depth + k, depth, units, kVectors * kUnit, size, ahead);
+        for (int v = 0; v < kVectors; ++v) {
+          units[v] += kColumns * size;
+          ahead[v] += kColumns * size;
+        }
+        for (int r = 0; r < height; ++r)
+          out(part.first_row + first + r, part.panel, group, sums[r]);
+      }
     });
   }
 
   // The same with AMX. Sums are handed out late, some rows at each step of the next products, so that
   // the vectors work while the tiles do. Meanwhile what is multiplied next is brought near: with few
   // rows the panel that is read, else the next one, some of it at each step of all rows. Int8
-  // weights are widened by the first rows on their way.
-  template <class F, class T, class Registers, class Waiting>
-  void multiply_by_tiles(Registers& tiles, const Part<T, typename F::Stored>& part,
-                         Waiting& waiting) const {
-    constexpr bool is_wide = std::is_same_v<typename F::Stored, T>;
-    constexpr int64_t kStep = kColumns * Registers::kDepth;  // weights
-    const auto* const stored = part.weights;
-    const int64_t size = kColumns * inputs;
-    T* wide = nullptr;
-    const T* w;
-    if constexpr (is_wide) {
-      w = stored;
-    } else {
+  // weights that are to be widened are so by the first rows on their way.
+  template <class F, class Registers, class Waiting>
+  void multiply_by_tiles(Registers& tiles, const Part<F>& part, Waiting& waiting) const {
+    using Input = typename F::Input;
+    using Stored = typename F::Stored;
+    constexpr bool is_widened = std::is_same_v<Stored, int8_t>;
+    using Weight = std::conditional_t<is_widened, Input, Stored>;
+    constexpr int64_t kDepth = Registers::template kDepth<Input>;
+    constexpr int64_t kStep = kColumns * kDepth;  // weights
+    constexpr int64_t kUnit = kLanes * F::kStored;
+    static_assert(!is_widened || !std::is_same_v<F, WholeFormat>, "steps are those of the panel");
+    const Stored* const stored = part.weights;
+    const int64_t depth = this->depth(), panel_size = kColumns * depth;
+    Input* wide = nullptr;
+    const Weight* w;
+    if constexpr (is_widened) {
       thread_local Scratch memory;
-      w = wide = memory.get<T>(size);
+      w = wide = memory.get<Input>(panel_size);
+    } else {
+      w = stored;
     }
-    constexpr int64_t kUnit = 2 * kLanes;
     const int64_t num_tiles = (part.num_rows + kTileRows - 1) / kTileRows;
-    const int64_t rest = inputs % Registers::kDepth, whole = inputs - rest;
-    const int64_t steps = whole / Registers::kDepth;
+    const int64_t rest = depth % kDepth, whole = depth - rest, all_steps = whole / kDepth;
     constexpr int64_t kLine = 64 / sizeof *stored;
     const bool is_few = num_tiles == 1;
-    const int64_t distance = is_few ? kAheadBytes / sizeof *stored : size;
+    const int64_t distance = is_few ? kAheadBytes / sizeof *stored : panel_size;
     for (int64_t tile = 0, first = 0; tile < num_tiles; ++tile) {
       const int64_t height = (part.num_rows - first) / (num_tiles - tile);
-      const T* x = part.x + first * inputs;
       const auto widen_step = [&](int64_t step) {
-        if constexpr (!is_wide) {
-          const int64_t begin = step * kStep, end = std::min(begin + kStep, size);
+        if constexpr (is_widened) {
+          const int64_t begin = step * kStep, end = std::min(begin + kStep, panel_size);
           for (int64_t i = begin; i < end; i += 64) widen_64(stored + i, wide + i);
         }
       };
-      // This tile's part of what lies `distance` ahead, and of the sums that wait.
-      const int64_t share = (size / num_tiles + kLine - 1) / kLine * kLine;
-      const int64_t per_step = steps ? (share + steps * kLine - 1) / (steps * kLine) * kLine : 0;
-      const auto* ahead = stored + distance + tile * share;
-      const int64_t rows_per_step = waiting.share(steps);
-      tiles.multiply(
-          height, x, inputs, steps, kVectors,
-          [&](int64_t v, int64_t step) -> Registers::Right {
-            return {w + step * kStep + v * kUnit, kVectors * kUnit};
-          },
-          waiting.next(), kColumns,
-          [&](int64_t, int64_t, int64_t step) {
-            for (const auto* end = ahead + per_step; ahead < end; ahead += kLine)
-              is_few ? __builtin_prefetch(ahead, 0, 3) : __builtin_prefetch(ahead, 0, 2);
-            if (tile == 0) {
-              if (step == 0) widen_step(0);
-              widen_step(step + 1);
-            }
-            waiting.hand_out(rows_per_step);
-          });
-      if (steps == 0 && tile == 0) widen_step(0);
-      waiting.hand_out_all();
-      if (rest)
-        for (int64_t r = 0; r < height; ++r)
-          add_rest(waiting.row(r), x + r * inputs + whole, w + kColumns * whole, rest);
-      waiting.wait(part.first_row + first, height, part.panel);
+      // This tile's part of what lies `distance` ahead.
+      const int64_t share = (panel_size / num_tiles + kLine - 1) / kLine * kLine;
+      const int64_t per_step =
+          all_steps ? (share + all_steps * kLine - 1) / (all_steps * kLine) * kLine : 0;
+      const Stored* ahead = stored + distance + tile * share;
+      for (int64_t group = 0; group < num_groups<F>(); ++group) {
+        const int64_t k = begin_of<F>(group), size = begin_of<F>(group + 1) - k;
+        const Input* x = part.x + first * depth + k;
+        const Weight* const its = w + kColumns * k;
+        const int64_t steps = size / kDepth, rows_per_step = waiting.share(steps);
+        tiles.multiply(
+            height, x, depth, steps, kVectors,
+            [&](int64_t v, int64_t step) -> typename Registers::template Right<Weight> {
+              return {its + step * kStep + v * kUnit, kVectors * kUnit};
+            },
+            waiting.next(), kColumns,
+            [&](int64_t, int64_t, int64_t step) {
+              for (const Stored* end = ahead + per_step; ahead < end; ahead += kLine)
+                is_few ? __builtin_prefetch(ahead, 0, 3) : __builtin_prefetch(ahead, 0, 2);
+              if (tile == 0) {
+                if (step == 0) widen_step(0);
+                widen_step(step + 1);
+              }
+              waiting.hand_out(rows_per_step);
+            });
+        if (steps == 0 && tile == 0) widen_step(0);
+        waiting.hand_out_all();
+        if constexpr (std::is_same_v<Input, Weight>)
+          if (rest)
+            for (int64_t r = 0; r < height; ++r)
+              add_rest(waiting.row(r), x + r * depth + whole, its + kColumns * whole, rest);
+        waiting.wait(part.first_row + first, height, part.panel, group);
+      }
       first += height;
     }
   }
@@ -363,9 +431,10 @@ class Matrix {
       const int64_t source = sources_[panel * kColumns + column];
       if (source < 0) continue;  // stays zero
       const T* row = weight + source * inputs;
-      const int64_t first = panel * kColumns * inputs + column * Format<T>::kStep;
-      if (!is_int8) {
-        spread(row, data<T>(panels_) + first, [](T x) { return x; });
+      const int64_t first = panel * kColumns * depth();
+      constexpr int kStep = Format<T>::kStep;
+      if (quantization == Quantization::kNone) {
+        spread<kStep>(row, data<T>(panels_) + first, column, [](T x) { return x; });
         continue;
       }
       float largest = 0.0f;
@@ -373,22 +442,32 @@ class Matrix {
         largest = std::max(largest, std::fabs(to_float(row[k])));
       const float step = largest / 127.0f;
       steps_[panel * kColumns + column] = step;
-      spread(row, data<int8_t>(panels_) + first, [step](T x) {
-        return static_cast<int8_t>(step > 0 ? std::lrint(to_float(x) / step) : 0);
-      });
+      const auto whole = [step](T x) -> int64_t {
+        return step > 0 ? std::lrint(to_float(x) / step) : 0;
+      };
+      if (quantization == Quantization::kInt8)
+        spread<kStep>(row, data<int8_t>(panels_) + first, column,
+                      [&](T x) { return static_cast<int8_t>(whole(x)); });
+      else
+        spread<WholeFormat::kStep>(
+            row, data<uint8_t>(panels_) + first, column,
+            [&](T x) { return static_cast<uint8_t>(whole(x) + Int8Code::kBias); });
     }
   }
 
-  template <class T, class Stored, class F>
-  void spread(const T* row, Stored* to, F&& convert) const {
-    constexpr int kStep = Format<T>::kStep;
+  // Put an output's weights into its column of a panel, kStep of them side by side.
+  template <int kStep, class T, class Stored, class F>
+  void spread(const T* row, Stored* panel, int column, F&& convert) const {
+    Stored* to = panel + column * kStep;
     for (int64_t k = 0; k < inputs; k += kStep, to += kColumns * kStep)
-      for (int i = 0; i < kStep; ++i) to[i] = convert(row[k + i]);
+      for (int64_t i = 0; i < std::min<int64_t>(kStep, inputs - k); ++i)
+        to[i] = convert(row[k + i]);
   }
 
-  std::vector<int64_t> sources_;  // of each packed column, or -1
-  at::Tensor panels_;                 // where `w` of a product lies
-  std::vector<float> steps_, bias_;  // of each packed column; steps are int8's, and a bias may lack
+  const Groups groups_;              // of inputs, for W8A8
+  std::vector<int64_t> sources_;     // of each packed column, or -1
+  at::Tensor panels_;                // where `w` of a product lies
+  std::vector<float> steps_, bias_;  // of each packed column, or none
 };
 
 }  // namespace charonia

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from charonia.config import Quantization
 from charonia.data.comm import Comm
 from charonia.data.ops.base import (
     AttentionWeights,
@@ -45,24 +46,27 @@ class NativeOps(Ops[Any]):
 
     Args:
         kernels: of `build.load_kernels`.
-        is_int8: keep weights as int8 with a scale per output.
+        quantization: number format of the weights; see `EngineArgs`.
     """
 
     prefers_int8 = True
     attends_in_pieces = True
 
     def __init__(
-        self, kernels: ModuleType, threads: ThreadLayout, *, is_int8: bool = False
+        self,
+        kernels: ModuleType,
+        threads: ThreadLayout,
+        quantization: Quantization | None = None,
     ) -> None:
         self._kernels = kernels
-        self._is_int8 = is_int8
+        self._quantization = _quantization_of(kernels, quantization)
         torch.set_num_threads(1)
         kernels.set_threads(threads.num_threads, list(threads.cores[1:]))
 
-    def as_int8(self) -> "NativeOps":
-        """The same operations for another model, with weights kept as int8."""
+    def quantized(self, quantization: Quantization | None) -> "NativeOps":
+        """See `Ops`."""
         other = copy.copy(self)
-        other._is_int8 = True
+        other._quantization = _quantization_of(self._kernels, quantization)
         return other
 
     @property
@@ -113,7 +117,7 @@ class NativeOps(Ops[Any]):
             query_norm and self._norm(query_norm),
             key_norm and self._norm(key_norm),
             weights.head_dim,
-            self._is_int8,
+            self._quantization,
         )
         return attention
 
@@ -129,7 +133,7 @@ class NativeOps(Ops[Any]):
             weights.gate_up.bias,
             weights.down.weight,
             weights.down.bias,
-            self._is_int8,
+            self._quantization,
         )
         return mlp
 
@@ -154,7 +158,7 @@ class NativeOps(Ops[Any]):
 
     def head(self, norm: NormWeights, weights: MatrixWeights) -> Head:
         head: Head = self._kernels.Head(
-            self._norm(norm), weights.weight, weights.bias, self._is_int8
+            self._norm(norm), weights.weight, weights.bias, self._quantization
         )
         return head
 
@@ -169,3 +173,7 @@ class NativeOps(Ops[Any]):
 
     def _norm(self, weights: NormWeights) -> Any:
         return self._kernels.Norm(weights.weight, weights.eps)
+
+
+def _quantization_of(kernels: ModuleType, quantization: Quantization | None) -> Any:
+    return getattr(kernels.Quantization, quantization or "none")

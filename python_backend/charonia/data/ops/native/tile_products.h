@@ -20,8 +20,9 @@ namespace charonia {
 class TileProducts {
  public:
   using F = Format<bf16>;
+  using Right = Tiles::Right<bf16>;
   static constexpr int64_t kQueries = 2 * Tiles::kRows;
-  static constexpr int64_t kDepth = Tiles::kDepth;
+  static constexpr int64_t kDepth = Tiles::kDepth<bf16>;
 
   TileProducts(const Pages<bf16>& pages, const ChunkBlocks& blocks, int64_t queries, int64_t stride)
       : pages_(pages), blocks_(blocks), has_few_queries_(queries <= Tiles::kRows),
@@ -36,7 +37,7 @@ class TileProducts {
     const auto tile = [&](int64_t i, int64_t step) { return keys_at(i, step); };
     if (pages_.dim % kDepth) {
       const bf16* const packed = packed_keys(steps);
-      product([&](int64_t i, int64_t step) -> Tiles::Right {
+      product([&](int64_t i, int64_t step) -> Right {
         return {packed + (i * steps + step) * kTile, 2 * kLanes};
       }, nothing);
     } else if (is_first_) {
@@ -59,7 +60,7 @@ class TileProducts {
       // Nobody else needs them, so they are laid into two places in turns.
       alignas(64) bf16 room[2][4 * kTile];
       product(
-          [&](int64_t i, int64_t step) -> Tiles::Right {
+          [&](int64_t i, int64_t step) -> Right {
             return {room[step % 2] + i % 4 * kTile, 2 * kLanes};
           },
           [&](int64_t i, int64_t end, int64_t step) { pack_values(step, i, end, room[step % 2]); });
@@ -73,7 +74,7 @@ class TileProducts {
       is_first_ = false;
     }
     product(
-        [&](int64_t i, int64_t step) -> Tiles::Right {
+        [&](int64_t i, int64_t step) -> Right {
           return {values_ + (step * columns + i) * kTile, 2 * kLanes};
         },
         [](int64_t, int64_t, int64_t) {});
@@ -87,19 +88,19 @@ class TileProducts {
   int64_t num_steps() const { return (num_blocks() * pages_.block_size + kDepth - 1) / kDepth; }
   int64_t per_block() const { return pages_.block_size / kLanes; }
 
-  static void bring(Tiles::Right tile) {
-    for (int row = 0; row < kLanes; ++row) __builtin_prefetch(tile.first + row * tile.pair);
+  static void bring(Right tile) {
+    for (int row = 0; row < kLanes; ++row) __builtin_prefetch(tile.first + row * tile.unit);
   }
 
   // Of the i-th kLanes keys.
-  Tiles::Right keys_at(int64_t i, int64_t step) const {
+  Right keys_at(int64_t i, int64_t step) const {
     const bf16* const keys = pages_.keys + blocks_.starts[i / per_block()];
     const int64_t unit = step * pages_.block_size + i % per_block();
     return {keys + unit * 2 * kLanes, 2 * pages_.block_size};
   }
 
   // What is needed that much later: keys, or behind the last of them as much of the values.
-  Tiles::Right ahead_of_key(int64_t i, int64_t step) const {
+  Right ahead_of_key(int64_t i, int64_t step) const {
     const int64_t count = num_blocks() * per_block();
     i += kAhead * per_block();
     if (i < count) return keys_at(i, step);
@@ -115,10 +116,10 @@ class TileProducts {
     const int64_t count = num_blocks() * per_block();
     bf16* const to = memory.get<bf16>(count * steps * kTile);
     for (int64_t i = 0; i < count; ++i) {
-      const Tiles::Right from = keys_at(i, 0);
+      const Right from = keys_at(i, 0);
       for (int64_t pair = 0; pair < steps * kLanes; ++pair)
         store(to + (i * steps * kLanes + pair) * 2 * kLanes,
-              pair < pages_.dim / 2 ? load<Floats>(from.first + pair * from.pair) : Floats{});
+              pair < pages_.dim / 2 ? load<Floats>(from.first + pair * from.unit) : Floats{});
     }
     return keys_ = to;
   }

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <type_traits>
 
 #include "vectors.h"
 
@@ -20,18 +21,25 @@ constexpr bool kHasTiles = true;
 //   4, 5     rows      [rows, 2 kLanes] bfloat16
 //   6, 7     columns   [kLanes pairs of k, kLanes, 2] bfloat16
 //
-// An instruction adds up the products of its 2 kLanes of k before it adds them to a sum, whatever
+// Or sums are int32, rows bytes, and columns four bytes where there are two numbers: twice as much
+// of k.
+//
+// An instruction adds up the products of its step of k before it adds them to a sum, whatever
 // the number of rows and columns, so a sum does not depend on these. It takes sixteen cycles, and
 // its result as many again and more: so four sums take turns.
 class Tiles {
  public:
-  static constexpr int64_t kRows = 16;           // of a tile
-  static constexpr int64_t kDepth = 2 * kLanes;  // of k in one instruction: a step
+  static constexpr int64_t kRows = 16;  // of a tile
 
-  // Part of a right-hand side as a register takes it, its pairs of k so many numbers apart.
+  // Numbers of type N of k in one instruction: a step.
+  template <class N>
+  static constexpr int64_t kDepth = 4 * kLanes / sizeof(N);
+
+  // Part of a right-hand side as a register takes it, its units of k so many numbers apart.
+  template <class N>
   struct Right {
-    const bf16* first;
-    int64_t pair;
+    const N* first;
+    int64_t unit;
   };
 
   Tiles() = default;
@@ -43,13 +51,13 @@ class Tiles {
   // sums [rows][sum_stride], kLanes columns for each i < count, = x [rows][x_stride] times
   // tile(i, step) over all steps of k; rows <= 2 kRows. Some i are multiplied together; before they
   // are in a step, before(i, end, step) has its turn.
-  template <class Get, class Before>
-  void multiply(int64_t rows, const bf16* x, int64_t x_stride, int64_t steps, int64_t count,
-                const Get& tile, float* sums, int64_t sum_stride, const Before& before) {
+  template <class N, class Sum, class Get, class Before>
+  void multiply(int64_t rows, const N* x, int64_t x_stride, int64_t steps, int64_t count,
+                const Get& tile, Sum* sums, int64_t sum_stride, const Before& before) {
     const int64_t more = std::max<int64_t>(rows - kRows, 0);
     shape(rows - more, more);
-    const Left left = {x, x + kRows * x_stride, x_stride};
-    const Sums to = {sums, sums + kRows * sum_stride, sum_stride};
+    const Left<N> left = {x, x + kRows * x_stride, x_stride};
+    const Sums<Sum> to = {sums, sums + kRows * sum_stride, sum_stride};
     if (more)
       multiply<2, 2>(left, steps, count, tile, to, before);
     else if (count == 2)
@@ -67,28 +75,40 @@ class Tiles {
     uint8_t rows[16] = {};
   };
 
+  template <class N>
   struct Left {
-    const bf16 *first, *second;
+    const N *first, *second;
     int64_t stride;
   };
+  template <class Sum>
   struct Sums {
-    float *first, *second;
+    Sum *first, *second;
     int64_t stride;
   };
 
-  template <int kTall, int kWide, class Get, class Before>
-  void multiply(const Left& left, int64_t steps, int64_t count, const Get& tile, const Sums& to,
-                const Before& before) {
-    const int64_t left_bytes = left.stride * sizeof(bf16), bytes = to.stride * sizeof(float);
+  // Sums in register kTo += rows in register kLeft times columns in register kRight. Numbers of
+  // bfloat16, or rows of signed bytes and columns of unsigned ones.
+  template <class N, int kTo, int kLeft, int kRight>
+  [[gnu::always_inline]] static void add_products() {
+    if constexpr (std::is_same_v<N, bf16>)
+      asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kTo), "i"(kLeft), "i"(kRight));
+    else
+      asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kTo), "i"(kLeft), "i"(kRight));
+  }
+
+  template <int kTall, int kWide, class N, class Sum, class Get, class Before>
+  void multiply(const Left<N>& left, int64_t steps, int64_t count, const Get& tile,
+                const Sums<Sum>& to, const Before& before) {
+    const int64_t left_bytes = left.stride * sizeof(N), bytes = to.stride * sizeof(Sum);
     for (int64_t i = 0; i < count; i += kWide) {
       const int64_t end = std::min<int64_t>(i + kWide, count);
       const auto load_6 = [&](int64_t j, int64_t step) {
-        const Right right = tile(std::min(j, count - 1), step);  // past the end is not stored
-        _tile_loadd(6, right.first, right.pair * sizeof(bf16));
+        const auto right = tile(std::min(j, count - 1), step);  // past the end is not stored
+        _tile_loadd(6, right.first, right.unit * sizeof *right.first);
       };
       const auto load_7 = [&](int64_t j, int64_t step) {
-        const Right right = tile(std::min(j, count - 1), step);
-        _tile_loadd(7, right.first, right.pair * sizeof(bf16));
+        const auto right = tile(std::min(j, count - 1), step);
+        _tile_loadd(7, right.first, right.unit * sizeof *right.first);
       };
       _tile_zero(0);
       _tile_zero(1);
@@ -97,27 +117,27 @@ class Tiles {
       for (int64_t step = 0; step < steps; ++step) {
         before(i, end, step);
         asm volatile("" ::: "memory");  // rows and columns are written before they are loaded
-        _tile_loadd(4, left.first + step * kDepth, left_bytes);
+        _tile_loadd(4, left.first + step * kDepth<N>, left_bytes);
         load_6(i, step);
-        _tile_dpbf16ps(0, 4, 6);
+        add_products<N, 0, 4, 6>();
         load_7(i + 1, step);
-        _tile_dpbf16ps(1, 4, 7);
+        add_products<N, 1, 4, 7>();
         if constexpr (kTall == 2) {
-          _tile_loadd(5, left.second + step * kDepth, left_bytes);
-          _tile_dpbf16ps(2, 5, 6);
-          _tile_dpbf16ps(3, 5, 7);
+          _tile_loadd(5, left.second + step * kDepth<N>, left_bytes);
+          add_products<N, 2, 5, 6>();
+          add_products<N, 3, 5, 7>();
         } else if constexpr (kWide == 4) {
           load_6(i + 2, step);
-          _tile_dpbf16ps(2, 4, 6);
+          add_products<N, 2, 4, 6>();
           load_7(i + 3, step);
-          _tile_dpbf16ps(3, 4, 7);
+          add_products<N, 3, 4, 7>();
         }
       }
-      float* const first = to.first + i * kLanes;
+      Sum* const first = to.first + i * kLanes;
       _tile_stored(0, first, bytes);
       if (i + 1 < end) _tile_stored(1, first + kLanes, bytes);
       if constexpr (kTall == 2) {
-        float* const second = to.second + i * kLanes;
+        Sum* const second = to.second + i * kLanes;
         _tile_stored(2, second, bytes);
         if (i + 1 < end) _tile_stored(3, second + kLanes, bytes);
       } else if constexpr (kWide == 4) {

@@ -72,6 +72,16 @@ inline To bits(From value) {
 
 inline Floats splat(float x) { return x - Floats{}; }
 
+// x, rounded: the compiler must not fuse this product with a sum.
+inline Floats alone(Floats x) {
+#if defined(__x86_64__)
+  asm("" : "+x"(x));
+#else
+  asm("" : "+m"(x));
+#endif
+  return x;
+}
+
 template <class F>
 inline float reduce(Floats v, F&& join) {
   float result = v[0];
@@ -82,12 +92,18 @@ inline float reduce(Floats v, F&& join) {
 #if defined(__AVX512F__)
 inline float sum(Floats v) { return _mm512_reduce_add_ps(v); }
 inline float max(Floats v) { return _mm512_reduce_max_ps(v); }
+inline int32_t max(Ints v) { return _mm512_reduce_max_epi32((__m512i)v); }
 #else
 inline float sum(Floats v) {
   return reduce(v, [](float a, float b) { return a + b; });
 }
 inline float max(Floats v) {
   return reduce(v, [](float a, float b) { return a > b ? a : b; });
+}
+inline int32_t max(Ints v) {
+  int32_t most = v[0];
+  for (int i = 1; i < kLanes; ++i) most = std::max<int32_t>(most, v[i]);
+  return most;
 }
 #endif
 inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
