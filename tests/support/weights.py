@@ -59,9 +59,9 @@ def random_mlp(
 
 
 def reference_ops(quantization: Quantization | None) -> ComposedOps:
-    """The operations that results are compared with, and weights to give them: see `as_read`.
+    """Operations to compare results with. Give them the weights of `as_read`.
 
-    Where rows are rounded, too, they are those of plain torch; its linear is tested by itself.
+    W8A8 is that of plain torch, which has tests of its own.
     """
     return ComposedOps(ReferenceOps(), "w8a8" if quantization == "w8a8" else None)
 

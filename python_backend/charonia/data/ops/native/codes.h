@@ -235,8 +235,9 @@ struct CodeFormat<Fp8Code, bf16> {
 #endif
 
 // The left-hand side is whole numbers of 8 bits: those themselves (w8a8.h), or digits of numbers of
-// 16 bits, 256 times one digit and another, both from -128 to 127, each in a row of its own. Codes are multiplied as they lie, from 0 on, so that of a sum
-// kBias times the sum of the digits is to be taken away.
+// 16 bits, 256 times one digit and another, both from -128 to 127, each in a row of its own. Codes
+// are multiplied as they lie, from 0 on, so that of a sum kBias times the sum of the digits is to be
+// taken away.
 using Digit = int8_t;
 constexpr float kMostInDigits = 127 * 256 + 127;
 
@@ -314,13 +315,13 @@ using ProductOf = CodeFormat<
 template <class F>
 constexpr int kRowsEach = std::is_same_v<typename F::Input, Digit> ? 2 : 1;
 
-// The unit in which numbers are rounded to digits, and its inverse; 1 where they are not.
+// The unit in which numbers are rounded to whole ones, and its inverse; 1 where they are not.
 struct Steps {
   float step = 1.0f, inverse = 1.0f;
 };
-inline Steps steps_up_to(float most) {
+inline Steps steps_up_to(float most, float most_whole = kMostInDigits) {
   if (most < 1e-30f) return {0.0f, 0.0f};
-  return {most / kMostInDigits, kMostInDigits / most};
+  return {most / most_whole, most_whole / most};
 }
 // Of the magnitudes; NaN where a number is, which as digits would be a number like others.
 inline float largest(const float* x, int64_t count) {

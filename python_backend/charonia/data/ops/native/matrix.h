@@ -341,7 +341,6 @@ class Matrix {
     constexpr int64_t kDepth = Registers::template kDepth<Input>;
     constexpr int64_t kStep = kColumns * kDepth;  // weights
     constexpr int64_t kUnit = kLanes * F::kStored;
-    static_assert(!is_widened || !std::is_same_v<F, WholeFormat>, "steps are those of the panel");
     const Stored* const stored = part.weights;
     const int64_t depth = this->depth(), panel_size = kColumns * depth;
     Input* wide = nullptr;

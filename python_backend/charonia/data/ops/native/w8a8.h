@@ -60,12 +60,11 @@ template <class T>
     int64_t i = 0;
     for (; i + kLanes <= count; i += kLanes) store(wide + i, widen(x + first + i));
     for (; i < size; ++i) wide[i] = i < count ? to_float(x[first + i]) : 0.0f;
-    const float most = largest(wide, size);
-    const bool is_zero = most < 1e-30f;
-    const float inverse = is_zero ? 0.0f : 127.0f / most;
+    const Steps steps = steps_up_to(largest(wide, size), 127.0f);
     WholeFormat::Input* const to = rows.numbers + first;
-    for (i = 0; i < size; i += kLanes) put_whole(to + i, alone(load<Floats>(wide + i) * inverse));
-    rows.steps[group] = is_zero ? 0.0f : most / 127.0f;
+    for (i = 0; i < size; i += kLanes)
+      put_whole(to + i, alone(load<Floats>(wide + i) * steps.inverse));
+    rows.steps[group] = steps.step;
     rows.less[group] = minus_bias<Int8Code>(to, size);
   }
 }
