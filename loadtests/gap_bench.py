@@ -125,7 +125,6 @@ def measure(model: Path, num_rows: int, num_steps: int) -> dict[str, float]:
         args,
         SchedulerArgs(),
         partial(OutputStream, tokenizer=Tokenizer.from_dir(model)),
-        client,
         clock=time.monotonic,
         log=print,
     )
@@ -133,7 +132,7 @@ def measure(model: Path, num_rows: int, num_steps: int) -> dict[str, float]:
     params = SamplingParams(max_tokens=WARM_UP + num_steps + 2, ignore_eos=True, temperature=0.0)
     for row in range(num_rows):
         prompt = [(7 * row + 3 * place) % 200 + 5 for place in range(PROMPT_TOKENS)]
-        core.add(GenerationRequest(key=str(row), prompt_ids=prompt, params=params))
+        core.add(GenerationRequest(key=str(row), prompt_ids=prompt, params=params), client)
     while len(timed.steps) < WARM_UP + num_steps:
         core.step()
         if client.error is not None:

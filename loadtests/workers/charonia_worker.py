@@ -36,7 +36,6 @@ class Charonia(RequestEvents):
             args,
             SchedulerArgs(),
             partial(OutputStream, tokenizer=Tokenizer.from_dir(Path(args.model))),
-            self,
             clock=time.monotonic,
             log=print,
         )
@@ -53,7 +52,8 @@ class Charonia(RequestEvents):
             if "seed" in values:
                 values["seed"] += index
             params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **values)
-            self._core.add(GenerationRequest(key=str(index), prompt_ids=prompt, params=params))
+            request = GenerationRequest(key=str(index), prompt_ids=prompt, params=params)
+            self._core.add(request, self)
         while self._num_live:
             self._core.step()
 

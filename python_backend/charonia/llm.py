@@ -65,18 +65,18 @@ class RequestOutput:
 
 
 class _Arrivals(RequestEvents):
-    """Queues of the chunks of each live request.
+    """Chunks of requests that have not been taken.
 
     Attributes:
-        of: queues by key.
+        chunks: in order.
     """
 
     def __init__(self) -> None:
-        self.of: dict[str, deque[Chunk]] = {}
+        self.chunks: deque[Chunk] = deque()
 
     def on_chunk(self, chunk: Chunk) -> None:
         """See `RequestEvents`."""
-        self.of[chunk.key].append(chunk)
+        self.chunks.append(chunk)
 
 
 class LLM:
@@ -109,14 +109,12 @@ class LLM:
             log(line)
         if args.speculative_config and args.speculative_config.model:
             check_draft_tokenizer(self._tokenizer, Path(args.speculative_config.model))
-        self._arrivals = _Arrivals()
         self._keys = itertools.count()
         self._core = EngineCore(
             InlineExecutor(partial(load_engine, args, log=log)),
             args,
             SchedulerArgs(max_queue_size=2**31),
             partial(OutputStream, tokenizer=self._tokenizer),
-            self._arrivals,
             clock=time.monotonic,
             log=log,
         )
@@ -167,22 +165,21 @@ class LLM:
         requests = [self._request(p, s) for p, s in zip(many, params, strict=True)]
         self._check(requests)
         chunks: dict[str, list[Chunk]] = {request.key: [] for request in requests}
-        arrived: deque[Chunk] = deque()
+        arrivals, live = _Arrivals(), []
         num_live = len(requests)
         progress = tqdm(total=len(requests), unit="prompt", disable=not use_tqdm)
         try:
-            for request in requests:
-                self._start(request, arrived)
+            live += [self._core.add(request, arrivals) for request in requests]
             while num_live:
-                chunk = self._next(arrived)
+                chunk = self._next(arrivals)
                 chunks[chunk.key].append(chunk)
                 if chunk.is_final:
                     num_live -= 1
                     progress.update()
         finally:
             progress.close()
-            for request in requests:
-                self._stop(request.key)
+            for one in live:
+                self._core.cancel(one)
         return [
             self._output(prompt, request, chunks[request.key])
             for prompt, request in zip(many, requests, strict=True)
@@ -235,31 +232,21 @@ class LLM:
         for request in requests:
             self._core.check(request)
 
-    def _start(self, request: GenerationRequest, arrived: deque[Chunk]) -> None:
-        """Add a request; its chunks go to `arrived`."""
-        self._arrivals.of[request.key] = arrived
-        self._core.add(request)
-
-    def _stop(self, key: str) -> None:
-        if key in self._arrivals.of:
-            self._core.cancel(key)
-            del self._arrivals.of[key]
-
     def _stream(self, request: GenerationRequest) -> Iterator[Chunk]:
-        arrived: deque[Chunk] = deque()
-        self._start(request, arrived)
+        arrivals = _Arrivals()
+        live = self._core.add(request, arrivals)
         try:
             while True:
-                chunk = self._next(arrived)
+                chunk = self._next(arrivals)
                 yield chunk
                 if chunk.is_final:
                     return
         finally:
-            self._stop(request.key)
+            self._core.cancel(live)
 
-    def _next(self, arrived: deque[Chunk]) -> Chunk:
+    def _next(self, arrivals: _Arrivals) -> Chunk:
         """Run steps until there is a chunk; raise its error if it has one."""
-        while not arrived:
+        while not arrivals.chunks:
             try:
                 self._core.step()
             except BaseException as error:  # also KeyboardInterrupt: the step is only half done
@@ -267,7 +254,7 @@ class LLM:
                 self._core.abandon(CharoniaError(f"the step was interrupted by {name}"))
                 self._core.step()
                 raise
-        chunk = arrived.popleft()
+        chunk = arrivals.chunks.popleft()
         if chunk.error is not None:
             raise chunk.error
         return chunk

@@ -173,7 +173,7 @@ def test_a_step_indexes_so_many_tokens_and_then_a_few_of_each_request(monkeypatc
         drafter.begin_step()
         for request in texts:
             drafter.propose(request, 1)
-        assert [drafter._own[key].num_tokens for key in "ab"] == [10 * step, 3 * step]
+        assert [drafter._own[request].num_tokens for request in texts] == [10 * step, 3 * step]
 
 
 def test_responses_are_indexed_at_the_steps_to_come(monkeypatch):

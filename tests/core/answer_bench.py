@@ -1,6 +1,6 @@
 """An answer cache above a core on an echo engine, with a clock of its own."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ from charonia.core.generation_request import GenerationRequest
 from charonia.core.output.outputs import OutputStream
 from charonia.core.replica.reload import Reload
 from charonia.protocol import SamplingParams
-from core.bench import Bench
+from core.bench import Bench, Events, Unchanged
 from support.echo import echo_run
 
 LOTS = 2**20
@@ -88,8 +88,7 @@ class AnswerBench(Bench):
 
     def restart_scheduler(self) -> None:
         tenants = self._tenants or Tenants(log=self.lines.append)
-        make_core = partial(
-            EngineCore,
+        self.core = EngineCore(
             self.executor,
             self._engine_args,
             self._scheduler_args,
@@ -99,14 +98,12 @@ class AnswerBench(Bench):
             tenants=tenants,
         )
         self.answers = AnswerCache(
-            make_core,
+            self.core,
             self._scheduler_args,
-            self,
             clock=lambda: self.now,
             log=self.lines.append,
             similar=self.similar if self._scheduler_args.semantic_cache_threshold else None,
         )
-        self.core = self.answers.core
 
     def on_started(self, key: str) -> None:
         self.started.append(key)
@@ -130,7 +127,16 @@ class AnswerBench(Bench):
             **of_request,
         )
         self.core.check(request)
-        self.answers.add(request, self.now, self.answers.digest_of(request))
+        digest = self.answers.digest_of(request)
+        self.live[key] = self.answers.add(request, Events(self, key), self.now, digest)
+
+    def cancel(self, key: str) -> None:
+        """Cancel a request."""
+        self.answers.cancel(self.live[key])
+
+    def cancel_samples(self, key: str, indexes: Collection[int]) -> None:
+        """Cancel samples of a request."""
+        self.answers.cancel_samples(self.live[key], indexes)
 
     def step(self) -> bool:
         """What the service does in one turn."""
@@ -189,7 +195,7 @@ def content(bench: Bench, key: str) -> list[tuple]:
 
 
 def reload_(bench: AnswerBench) -> None:
-    order = Reload(lambda: None, lambda: None, lambda: None)
+    order = Reload(Unchanged())
     bench.core.reload(order)
     while not order.is_over:
         bench.now += 0.01

@@ -1,7 +1,9 @@
 """A core on an echo engine, with a clock of its own: what the tests of this directory share."""
 
 from collections import defaultdict
+from collections.abc import Collection
 from functools import partial
+from typing import Any
 
 from msgspec import structs
 from tokenizers import Tokenizer as Backend
@@ -34,8 +36,43 @@ def byte_tokenizer() -> Tokenizer:
 FIXED = SpeculativeConfig(model="echo-draft", num_speculative_tokens=3, adaptive=False)
 
 
-class Bench(RequestEvents):
-    """A core on an echo engine, with a clock of its own and the chunks by request."""
+class Unchanged:
+    """A configuration that changes nothing, see `Configuration`."""
+
+    def install(self) -> None:
+        """Nothing."""
+
+    def restore(self) -> None:
+        """Nothing."""
+
+    def settle(self) -> None:
+        """Nothing."""
+
+
+class Events(RequestEvents):
+    """Passes the events of one request on to a bench."""
+
+    def __init__(self, bench: "Bench", key: str) -> None:
+        self.bench = bench
+        self.key = key
+
+    def on_chunk(self, chunk: Chunk) -> None:
+        assert chunk.key == self.key, "another request's chunk"
+        self.bench.on_chunk(chunk)
+
+    def on_started(self) -> None:
+        self.bench.on_started(self.key)
+
+    def on_joined(self) -> None:
+        self.bench.on_joined(self.key)
+
+
+class Bench:
+    """A core on an echo engine, with a clock of its own and the chunks by request.
+
+    Attributes:
+        live: what stands for the requests in the core, by key; the last one of each.
+    """
 
     def __init__(
         self,
@@ -57,6 +94,7 @@ class Bench(RequestEvents):
         self.lines: list[str] = []
         self.chunks: dict[str, list[Chunk]] = defaultdict(list)
         self.ended_at: dict[str, float] = {}
+        self.live: dict[str, Any] = {}
         self.executor = executor or EchoExecutor()
         self.executor.clock = lambda: self.now
         self.tokenizer = byte_tokenizer()
@@ -79,7 +117,6 @@ class Bench(RequestEvents):
             self._engine_args,
             self._scheduler_args,
             partial(OutputStream, tokenizer=self.tokenizer),
-            self,
             clock=lambda: self.now,
             log=self.lines.append,
             tenants=self._tenants,
@@ -92,20 +129,33 @@ class Bench(RequestEvents):
         if chunk.is_final:
             self.ended_at[chunk.key] = self.now
 
+    def on_started(self, key: str) -> None:
+        """The first step of a request begins."""
+
+    def on_joined(self, key: str) -> None:
+        """A request gets another one's output."""
+
     def add(
         self, key: str, prompt: list[int] | None = None, timeout_s=None, draft_ids=(), **params
     ) -> None:
         params = {"max_tokens": 20, "seed": 5} | params
-        self.core.add(
-            GenerationRequest(
-                key=key,
-                request_id=f"id-{key}",
-                prompt_ids=prompt or [ord(key[0])] * 10,
-                params=SamplingParams(**params),
-                timeout_s=timeout_s,
-                draft_ids=list(draft_ids),
-            )
+        request = GenerationRequest(
+            key=key,
+            request_id=f"id-{key}",
+            prompt_ids=prompt or [ord(key[0])] * 10,
+            params=SamplingParams(**params),
+            timeout_s=timeout_s,
+            draft_ids=list(draft_ids),
         )
+        self.live[key] = self.core.add(request, Events(self, key))
+
+    def cancel(self, key: str) -> None:
+        """Cancel a request."""
+        self.core.cancel(self.live[key])
+
+    def cancel_samples(self, key: str, indexes: Collection[int]) -> None:
+        """Cancel samples of a request."""
+        self.core.cancel_samples(self.live[key], indexes)
 
     def run(self, num_steps: int = 10**6) -> None:
         while self.core.has_requests and num_steps:

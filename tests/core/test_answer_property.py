@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from charonia.core.replica.reload import Reload
 from core.answer_bench import LOTS, AnswerBench
+from core.bench import Unchanged
 from support.echo import EchoExecutor, echo_run
 from support.invariants import check_invariants
 from support.long import long
@@ -149,10 +150,12 @@ def check(
                     deadline_ms=visit.deadline_ms,
                     use_answer_cache=visit.uses_cache,
                 )
-            if visit.cancel_at == step and visit.cancels_sample:
-                bench.answers.cancel_samples(str(index), [visit.num_samples - 1])
-            elif visit.cancel_at == step:
-                bench.answers.cancel(str(index))
+            if visit.cancel_at != step or str(index) not in bench.live:
+                continue
+            if visit.cancels_sample:
+                bench.cancel_samples(str(index), [visit.num_samples - 1])
+            else:
+                bench.cancel(str(index))
         fault = faults.get(step)
         executor.fail_next, executor.die_next = int(fault == "fail"), int(fault == "die")
         if fault == "unload":
@@ -210,7 +213,7 @@ MODELS = (256, 255)
 def serve(bench: AnswerBench, vocab_size: int) -> None:
     """Go on with another model; what is live goes on with it."""
     bench.executor.vocab_size = vocab_size
-    order = Reload(lambda: None, lambda: None, lambda: None)
+    order = Reload(Unchanged())
     bench.core.reload(order)
     while not order.is_over:
         bench.now += 0.01

@@ -63,7 +63,7 @@ def test_who_comes_and_goes_while_others_stay_is_answered_once():
         key = f"r{index}"
         client.submit(key, max_tokens=300)
         if index % 2:
-            service.cancel(key)
+            client.cancel(key)
         client.wait(key)
 
     with ThreadPoolExecutor(8) as pool:

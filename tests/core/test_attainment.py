@@ -172,9 +172,9 @@ def test_who_cancels_before_the_best_are_known_is_charged_what_was_computed():
     for key in "ab":
         bench.ask(key, n=1, best_of=3, max_tokens=50)
     bench.run(8)
-    bench.answers.cancel("a")
+    bench.cancel("a")
     bench.run(4)
-    bench.answers.cancel("b")
+    bench.cancel("b")
     assert bench.num_generated > 0
     counters = bench.core.metrics.counters
     assert counters["charonia_tenant_generation_tokens_total", "other"] == bench.num_generated
@@ -185,6 +185,6 @@ def test_a_deadline_that_passes_is_missed():
     bench = Bench()
     bench.add("a", deadline_ms=50)
     bench.add("b", deadline_ms=50)
-    bench.core.cancel("b")
+    bench.cancel("b")
     bench.run()
     assert counts(bench.core.metrics) == {"deadline_missed other": 1}

@@ -156,7 +156,7 @@ def test_a_request_is_counted_before_its_last_chunk_is_delivered(params, reason,
     bench.add("a", **{"max_tokens": 60} | (params or {}))
     bench.run(4)
     if params is None:
-        bench.core.cancel("a")
+        bench.cancel("a")
     bench.run()
     then, metrics = bench.at_end, bench.core.metrics
     # Seconds may be counted after it: those of delivering it, for one.

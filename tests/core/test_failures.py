@@ -9,7 +9,6 @@ from charonia.core.engine_core import EngineCore
 from charonia.core.generation_request import GenerationRequest
 from charonia.core.output.outputs import OutputStream
 from charonia.core.replica.recovery import SILENT_START_S
-from charonia.core.request_events import RequestEvents
 from charonia.errors import CharoniaError, UnavailableError
 from charonia.metrics.metric_table import FAILURES
 from core.bench import FIXED, Bench, byte_tokenizer, expected, hanging_bench
@@ -75,7 +74,7 @@ def test_a_look_at_the_memory_does_not_make_up_for_a_step_that_failed():
         bench.executor.fail_next = 1
         while bench.executor.fail_next:
             bench.core.step()
-        bench.core.cancel(key)
+        bench.cancel(key)
         num_steps = bench.executor.num_steps
         bench.step_and_wait()
         bench.step_and_wait()
@@ -228,7 +227,7 @@ def test_while_a_step_hangs_others_time_runs_and_they_are_cancelled():
         bench.core.step()
     assert str(bench.error("b")) == "deadline_ms has passed"
     assert str(bench.error("waits")) == "Request timeout expired"
-    bench.core.cancel("a")
+    bench.cancel("a")
     assert bench.error("a").code == "CANCELLED"
     assert bench.executor.num_restarts == 0
     bench.add("c")
@@ -245,7 +244,7 @@ def test_a_request_that_is_cancelled_as_it_hangs_the_engine_alone_takes_nobody_a
         bench.step_and_wait()
     bench.step_and_wait()
     assert bench.core.metrics.gauges["charonia_requests_running", ""] == 1
-    bench.core.cancel("a")
+    bench.cancel("a")
     bench.executor.is_stubborn = False
     bench.run()
     assert bench.executor.num_restarts == 3
@@ -319,14 +318,9 @@ def test_a_scheduler_in_an_impossible_state_does_not_keep_its_requests_from_thei
     bench.run(3)
     bench.core._replica._scheduler._policy.running._requests.clear()  # so nothing can be taken out
     with pytest.raises(IndexError):
-        bench.core.cancel("a")
+        bench.cancel("a")
     bench.core.abandon(CharoniaError("internal error: IndexError"))
     assert "IndexError" in str(bench.error("a"))
-
-
-class Unheard(RequestEvents):
-    def on_chunk(self, chunk):
-        pytest.fail("there was no request")
 
 
 def test_limits_that_contradict_each_other_are_told_and_not_taken_for_a_slow_start():
@@ -335,7 +329,6 @@ def test_limits_that_contradict_each_other_are_told_and_not_taken_for_a_slow_sta
         EngineArgs(model="echo", enable_chunked_prefill=False),
         SchedulerArgs(),
         partial(OutputStream, tokenizer=byte_tokenizer()),
-        Unheard(),
         clock=lambda: 0.0,
         log=lambda line: None,
     )

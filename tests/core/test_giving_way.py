@@ -349,7 +349,7 @@ def test_one_that_ends_by_itself_before_it_gives_way_ends_once(how):
     client = Client(service)
     fill(service, executor, client, priority=5)
     with service._wake:  # the service's thread takes all of it at once
-        service._inbox.append(partial(service._answers.cancel, "last"))
+        service._inbox.append(client.accepted["last"]._cancel)
         client.submit("urgent")
         if how == "bug":
             service._inbox.insert(0, partial(next, iter([])))
@@ -369,7 +369,7 @@ def test_one_that_ends_by_itself_before_it_gives_way_ends_once(how):
 
 
 def full(bench: AnswerBench, key: str) -> None:
-    bench.answers.end(key, QueueFullError.of_leaver("1", None))
+    bench.answers.end(bench.live[key], QueueFullError.of_leaver("1", None))
 
 
 def test_one_that_gives_way_takes_its_computation_with_it_only_where_nobody_shares_it():
@@ -378,7 +378,7 @@ def test_one_that_gives_way_takes_its_computation_with_it_only_where_nobody_shar
     bench.run(3)
     for key in ("alone", "shared", "joined"):
         bench.ask(key, [2 + (key != "alone")] * 10)
-    for key in ("alone", "shared", "nobody"):
+    for key in ("alone", "shared"):
         full(bench, key)
     bench.run()
     assert [bench.error(key).kind for key in ("alone", "shared")] == ["queue_full"] * 2

@@ -75,7 +75,6 @@ def test_a_lost_runner_is_gone_when_the_next_one_is_loaded(num_stages: int) -> N
         EngineArgs(model="echo"),
         SchedulerArgs(),
         partial(OutputStream, tokenizer=byte_tokenizer()),
-        Client(),
         clock=lambda: now,
         log=lambda line: None,
     )
@@ -85,7 +84,7 @@ def test_a_lost_runner_is_gone_when_the_next_one_is_loaded(num_stages: int) -> N
     def run(key: str) -> None:
         nonlocal now
         params = SamplingParams(max_tokens=20, seed=5)
-        core.add(GenerationRequest(key=key, prompt_ids=[ord(key)] * 10, params=params))
+        core.add(GenerationRequest(key=key, prompt_ids=[ord(key)] * 10, params=params), Client())
         while core.has_requests:
             now += 60
             core.step()

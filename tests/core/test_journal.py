@@ -79,7 +79,7 @@ def test_a_run_gives_the_same_plans_again(tmp_path, entries, speculative_config,
     for key in "abcd":
         bench.add(key, prompt=[1, 2, 3, 1, 2, 3, 1, 2], n=2, max_tokens=30, stop=("x",))
     bench.run(8)
-    bench.core.cancel("b")
+    bench.cancel("b")
     bench.run()
     journal.close()
     outcome = replay(tmp_path)

@@ -15,7 +15,7 @@ def test_answers_that_end_at_a_stop_string_leave_room_for_more(is_cancelled, num
     bench.add("a", max_tokens=240, stop=(text[25:28],))
     if is_cancelled:
         bench.run(10)
-        bench.core.cancel("a")
+        bench.cancel("a")
     bench.run()
     for key in "bcde":
         bench.add(key, max_tokens=240)

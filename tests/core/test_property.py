@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from charonia.config import SpeculativeConfig
 from charonia.core.output.outputs import Chunk
 from charonia.core.replica.reload import Reload
-from core.bench import FIXED, Bench
+from core.bench import FIXED, Bench, Unchanged
 from support.echo import EchoExecutor, echo_run
 from support.invariants import check_invariants
 from support.journals import open_journal, replay
@@ -96,7 +96,7 @@ def operate(bench: Bench, what: str) -> list[Reload]:
     elif what == "stop":
         engine.is_server_stopping = True
     else:
-        order = Reload(lambda: None, lambda: None, lambda: None, drain=what == "drain")
+        order = Reload(Unchanged(), drain=what == "drain")
         bench.core.reload(order)
         return [order]
     return []
@@ -218,10 +218,12 @@ def check_answers(
                     deadline_ms=visit.deadline_ms,
                     n=visit.num_samples,
                 )
+            if str(index) not in bench.live:
+                continue
             if visit.cancel_at == step:
-                bench.core.cancel(str(index))
+                bench.cancel(str(index))
             if visit.cancel_one_at is not None and visit.cancel_one_at[0] == step:
-                bench.core.cancel_samples(str(index), [visit.cancel_one_at[1]])
+                bench.cancel_samples(str(index), [visit.cancel_one_at[1]])
         fault = faults.get(step)
         executor.fail_next = int(fault == "fail")
         executor.die_next = int(fault in ("die", "cannot load"))

@@ -1,6 +1,7 @@
 """The core while its engine is replaced on purpose: nobody is lost, changed or kept waiting."""
 
 import errno
+from dataclasses import dataclass
 
 import pytest
 from msgspec import structs
@@ -13,8 +14,35 @@ from charonia.core.replica.reload import Reload
 from charonia.errors import CharoniaError, ConfigError, UnavailableError
 from charonia.metrics.metric_table import FAILURES
 from charonia.metrics.metrics import Metrics
-from core.bench import FIXED, Bench, expected
+from core.bench import FIXED, Bench, Unchanged, expected
 from support.echo import EchoExecutor, echo_run
+
+
+@dataclass
+class _Configuration:
+    """What a bench's next engine gets, see `Configuration`."""
+
+    bench: "Reloading"
+    before: EngineArgs
+    changes: dict[str, object]
+
+    def install(self) -> None:
+        if self.bench.is_disk_full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self.bench.args = structs.replace(self.before, **self.changes)
+
+    def restore(self) -> None:
+        self._break_down()
+        self.bench.args = self.before
+        self.bench.num_restored += 1
+
+    def settle(self) -> None:
+        self._break_down()
+        self.bench.num_settled += 1
+
+    def _break_down(self) -> None:
+        if self.bench.is_disk_broken:
+            raise OSError(errno.EIO, "Input/output error")
 
 
 class Reloading(Bench):
@@ -30,27 +58,7 @@ class Reloading(Bench):
         self.is_disk_broken = False  # which shows when a reload ends
 
     def order(self, *, drain: bool = False, **changes) -> Reload:
-        before = self.args
-
-        def install() -> None:
-            if self.is_disk_full:
-                raise OSError(errno.ENOSPC, "No space left on device")
-            self.args = structs.replace(before, **changes)
-
-        def restore() -> None:
-            break_down()
-            self.args = before
-            self.num_restored += 1
-
-        def settle() -> None:
-            break_down()
-            self.num_settled += 1
-
-        def break_down() -> None:
-            if self.is_disk_broken:
-                raise OSError(errno.EIO, "Input/output error")
-
-        order = Reload(install, restore, settle, drain=drain)
+        order = Reload(_Configuration(self, self.args, changes), drain=drain)
         self.core.reload(order)
         return order
 
@@ -125,8 +133,8 @@ def test_while_requests_finish_new_ones_wait_for_the_next_engine():
     bench.run(2)
     assert (order.phase, order.num_live, order.num_held) == ("draining", 1, 5)
     assert bench.core.metrics.gauges["charonia_requests_waiting", ""] == 5
-    bench.core.cancel("d")
-    bench.core.cancel("e")
+    bench.cancel("d")
+    bench.cancel("e")
     bench.now += 0.05
     bench.run()
     assert order.phase == "done"
@@ -165,7 +173,7 @@ def test_a_held_request_that_ends_is_counted_as_any_other(end):
     bench.add("b", prompt=[7] * 200, timeout_s=0.05 if end == "time" else None)
     bench.now += 0.05
     if end == "cancel":
-        bench.core.cancel("b")
+        bench.cancel("b")
     elif end == "close":
         bench.core.close()
     elif end == "reload":
@@ -240,7 +248,7 @@ def test_nobody_waits_for_ever_for_an_engine_that_is_being_loaded():
     bench.core.step()
     assert "cannot be loaded: it was not loaded within 100 s" in str(bench.error("a"))
     assert isinstance(bench.error("a"), UnavailableError)
-    late = Reload(lambda: None, lambda: None, lambda: None)
+    late = Reload(Unchanged())
     bench.core.reload(late)
     bench.core.step()
     assert (late.phase, late.reason) == ("failed", str(bench.error("a")))

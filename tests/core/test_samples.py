@@ -69,7 +69,7 @@ def test_a_sample_that_never_began_does_not_count_in_what_was_cached_of_the_prom
     bench.run()
     bench.add("b", n=2, max_tokens=9, prompt=list(range(1, 41)))
     bench.core.step()
-    bench.core.cancel_samples("b", {1})
+    bench.cancel_samples("b", {1})
     bench.run()
     assert bench.chunks["b"][-1].timing["prompt_cached_tokens"] == 32
 
@@ -102,7 +102,7 @@ def test_who_cancels_ends_all_samples(num_steps):
     bench.add("a", n=4)
     bench.add("b")
     bench.run(num_steps)
-    bench.core.cancel("a")
+    bench.cancel("a")
     bench.run()
     ends = [chunk for chunk in bench.chunks["a"] if chunk.ends_sample]
     assert len(ends) == 4
@@ -121,11 +121,10 @@ def test_a_sample_that_is_cancelled_ends_alone(num_steps, index):
     bench.add("a", n=4)
     bench.add("b")
     bench.run(num_steps)
-    bench.core.cancel_samples("a", [index, 4, 127])
-    bench.core.cancel_samples("of nobody", [0])
+    bench.cancel_samples("a", [index, 4, 127])
     end = bench.chunks["a"][-1]
     assert (end.index, end.finish_reason, end.num_open) == (index, "cancelled", 3)
-    bench.core.cancel_samples("a", [index])  # which has ended
+    bench.cancel_samples("a", [index])  # which has ended
     assert bench.chunks["a"][-1] is end
     bench.run()
     ids = tokens(bench, "a", 4)
@@ -145,7 +144,7 @@ def test_a_sample_that_is_cancelled_gives_its_blocks_and_its_row_back():
     bench.add("a", n=4, max_tokens=200)
     bench.run(100)
     used = bench.core.metrics.gauges["charonia_kv_blocks", "used"]
-    bench.core.cancel_samples("a", [1, 3])
+    bench.cancel_samples("a", [1, 3])
     bench.run(4)
     gauges = bench.core.metrics.gauges
     assert gauges["charonia_requests_running", ""] == 2
@@ -159,7 +158,7 @@ def test_who_cancels_one_sample_after_the_other_has_a_whole_answer_without_an_er
     bench.add("a", n=3)
     bench.run(5)
     for index in (2, 0, 1):
-        bench.core.cancel_samples("a", [index])
+        bench.cancel_samples("a", [index])
     assert not bench.core._requests
     bench.run()
     ends = [(one.index, one.is_final) for one in bench.chunks["a"] if one.ends_sample]
@@ -177,9 +176,9 @@ def test_samples_that_are_cancelled_while_there_is_no_engine_end_and_the_others_
     bench.core.step()
     bench.add("a", n=3)
     bench.add("b", n=2, deadline_ms=60_000)
-    bench.core.cancel_samples("a", [0, 1])
-    bench.core.cancel_samples("b", [0])
-    bench.core.cancel_samples("b", [1])
+    bench.cancel_samples("a", [0, 1])
+    bench.cancel_samples("b", [0])
+    bench.cancel_samples("b", [1])
     assert [(one.index, one.finish_reason) for one in bench.chunks["b"]] == [
         (0, "cancelled"),
         (1, "cancelled"),
@@ -199,9 +198,9 @@ def test_samples_that_are_cancelled_while_there_is_no_engine_end_and_the_others_
 def test_what_is_one_of_the_best_is_not_known_when_it_is_cancelled():
     bench = Bench()
     bench.add("a", n=2, best_of=3)
-    bench.core.cancel_samples("a", [0, 1, 2])
+    bench.cancel_samples("a", [0, 1, 2])
     bench.run(5)
-    bench.core.cancel_samples("a", [0, 1, 2])
+    bench.cancel_samples("a", [0, 1, 2])
     bench.run()
     assert tokens(bench, "a", 2) == [expected("a"), expected("a", seed=6)]
 
@@ -235,7 +234,7 @@ def test_the_best_of_a_cancelled_request_are_what_there_is():
     bench = Bench()
     bench.add("a", n=1, best_of=3)
     bench.run(6)
-    bench.core.cancel("a")
+    bench.cancel("a")
     (chunk,) = bench.chunks["a"]
     assert isinstance(chunk.error, RequestCancelledError)
     assert chunk.is_final

@@ -110,7 +110,7 @@ def test_a_sample_that_a_client_does_without_is_not_given(index):
     bench = make_bench(executor=EchoExecutor(num_blocks=128))
     first(bench, n=3)
     bench.ask("near", NEAR, n=3)
-    bench.answers.cancel_samples("near", [index])
+    bench.cancel_samples("near", [index])
     bench.run()
     assert bench.cached("near") == "semantic"
     ends = {one.index: one.finish_reason for one in bench.chunks["near"] if one.ends_sample}
@@ -126,7 +126,7 @@ def test_a_sample_that_a_client_does_without_is_not_given(index):
 def test_a_sample_that_a_client_does_without_is_not_computed_where_nothing_is_found():
     bench = make_bench(executor=EchoExecutor(num_blocks=128))
     bench.ask("a", PROMPT, n=3)
-    bench.answers.cancel_samples("a", [0])
+    bench.cancel_samples("a", [0])
     bench.answers.refresh()
     assert bench.answers._joinable, "another one might want it"
     bench.run()
@@ -159,7 +159,7 @@ def test_whoever_leaves_while_it_is_looked_for_leaves_nothing_behind():
     bench.ask("a", PROMPT)
     bench.ask("b", PROMPT, deadline_ms=5)
     bench.ask("c", FAR, timeout_s=0.005)
-    bench.answers.cancel("a")
+    bench.cancel("a")
     assert bench.error("a").kind == "cancelled"
     bench.now += 1.0
     bench.answers.refresh()

@@ -35,7 +35,7 @@ def test_who_came_first_may_leave_and_the_others_get_all():
     bench.ask("a")
     bench.ask("b")
     bench.run(8)
-    bench.answers.cancel("a")
+    bench.cancel("a")
     assert bench.error("a").kind == "cancelled"
     bench.ask("c")
     bench.run()
@@ -57,7 +57,7 @@ def test_the_cost_is_in_one_timing_also_where_who_came_first_leaves(leaves, pays
         bench.ask(key)
     bench.run(8)
     if leaves is not None:
-        bench.answers.cancel(leaves)
+        bench.cancel(leaves)
     bench.run()
     costs = {key: bench.chunks[key][-1].timing["engine_seconds"] for key in "abc"}
     steps = bench.core.metrics.histograms["charonia_step_seconds"]
@@ -70,7 +70,7 @@ def test_a_key_may_come_again_while_what_it_began_is_computed_for_others():
     bench.ask("a")
     bench.ask("b")
     bench.run(8)
-    bench.answers.cancel("a")
+    bench.cancel("a")
     num_before = len(bench.tokens("a"))
     bench.ask("a", max_tokens=19)
     bench.run()
@@ -83,10 +83,10 @@ def test_the_computation_ends_with_the_last_who_wants_it():
     bench.ask("a", max_tokens=500)
     bench.ask("b", max_tokens=500)
     bench.run(8)
-    bench.answers.cancel("b")
+    bench.cancel("b")
     bench.run(2)
-    bench.answers.cancel("a")
-    bench.answers.cancel("a")
+    bench.cancel("a")
+    bench.cancel("a")
     bench.run()
     assert not bench.core.has_requests
     assert {bench.error(key).kind for key in "ab"} == {"cancelled"}
@@ -109,7 +109,7 @@ def test_who_cancels_last_is_logged_and_not_who_came_first():
         bench.ask(key, max_tokens=50)
     bench.run(8)
     for key in "acb":
-        bench.answers.cancel(key)
+        bench.cancel(key)
         bench.run(2)
     assert cancelled(bench) == [(key, f"id-{key}", len(bench.tokens(key))) for key in "acb"]
     assert bench.tokens("b")
@@ -121,9 +121,9 @@ def test_who_does_without_the_last_sample_is_logged_however_it_got_there():
     for key in ("a", "b"):
         bench.ask(key, n=2, max_tokens=50)
     bench.run(6)
-    bench.answers.cancel_samples("b", [0])
-    bench.answers.cancel("a")
-    bench.answers.cancel_samples("b", [1])
+    bench.cancel_samples("b", [0])
+    bench.cancel("a")
+    bench.cancel_samples("b", [1])
     bench.run()
     assert [one[:2] for one in cancelled(bench)] == [("a", "id-a"), ("b", "id-b")]
     counters = bench.core.metrics.counters
@@ -254,7 +254,7 @@ def test_all_samples_of_a_request_are_joined():
     bench.run(8)
     bench.ask("b", n=3)
     bench.run(3)
-    bench.answers.cancel("a")
+    bench.cancel("a")
     bench.ask("c", n=3)
     bench.run()
     for key in ("b", "c"):
@@ -287,7 +287,7 @@ def test_one_of_several_clients_may_do_without_a_sample():
     bench.ask("a", n=3)
     bench.ask("b", n=3)
     bench.run(8)
-    bench.answers.cancel_samples("b", [1, 7])
+    bench.cancel_samples("b", [1, 7])
     num_before = len(sample_tokens(bench, "b", 1))
     bench.run()
     assert reasons(bench, "a") == ["length"] * 3
@@ -306,7 +306,7 @@ def test_what_one_client_alone_does_without_is_not_computed_for_others():
     bench = sample_bench()
     bench.ask("a", n=3)
     bench.run(8)
-    bench.answers.cancel_samples("a", [2])
+    bench.cancel_samples("a", [2])
     bench.ask("b", n=3)
     bench.run()
     assert reasons(bench, "a") == ["length", "length", "cancelled"]
@@ -321,11 +321,11 @@ def test_who_does_without_all_samples_has_left_and_others_go_on():
     for key in "abc":
         bench.ask(key, n=3)
     bench.run(8)
-    bench.answers.cancel_samples("b", [0])
-    bench.answers.cancel_samples("b", [1, 2])
-    bench.answers.cancel_samples("a", [0, 1, 2])
+    bench.cancel_samples("b", [0])
+    bench.cancel_samples("b", [1, 2])
+    bench.cancel_samples("a", [0, 1, 2])
     assert reasons(bench, "b") == reasons(bench, "a") == ["cancelled"] * 3
-    bench.answers.cancel_samples("b", [0, 1, 2])
+    bench.cancel_samples("b", [0, 1, 2])
     bench.run()
     assert reasons(bench, "c") == ["length"] * 3
     counters = bench.core.metrics.counters
@@ -340,7 +340,7 @@ def test_the_best_of_several_are_not_known_before_the_end():
     for key in "ab":
         bench.ask(key, n=2, best_of=3)
     bench.run(8)
-    bench.answers.cancel_samples("b", [0])
+    bench.cancel_samples("b", [0])
     bench.run()
     assert content(bench, "a") == content(bench, "b")
 
@@ -352,7 +352,7 @@ def test_samples_that_nobody_wants_any_more_are_computed_no_longer():
         bench.ask(key, **values)
     bench.run(6)
     for key in "ab":
-        bench.answers.cancel_samples(key, [1, 2])
+        bench.cancel_samples(key, [1, 2])
     bench.run()
     for key in "ab":
         assert reasons(bench, key) == ["stop", "cancelled", "cancelled"]
@@ -379,13 +379,13 @@ def test_who_does_without_the_last_sample_does_not_wait_for_an_engine(order):
     for key in ("shares", "leaves"):
         bench.ask(key, n=3)
     bench.ask("alone", n=3, seed=9)
-    bench.answers.cancel_samples("shares", order[:1])
-    bench.answers.cancel("leaves")
+    bench.cancel_samples("shares", order[:1])
+    bench.cancel("leaves")
     for index in order[1:]:
         assert not bench.chunks["shares"][-1].is_final
-        bench.answers.cancel_samples("shares", [index])
+        bench.cancel_samples("shares", [index])
     for index in order:
-        bench.answers.cancel_samples("alone", [index])
+        bench.cancel_samples("alone", [index])
     assert not bench.core.is_up
     for key in ("shares", "alone"):
         assert bench.chunks[key][-1].is_final
@@ -404,9 +404,9 @@ def test_who_does_without_the_last_sample_of_several_ends_at_once_while_an_engin
     bench.executor.die_next = 1
     bench.run(2)
     assert not bench.core.is_up
-    bench.answers.cancel_samples("shares", [0, 2])
-    bench.answers.cancel("leaves")
-    bench.answers.cancel_samples("shares", [1])
+    bench.cancel_samples("shares", [0, 2])
+    bench.cancel("leaves")
+    bench.cancel_samples("shares", [1])
     assert bench.chunks["shares"][-1].is_final
     assert reasons(bench, "shares") == ["cancelled"] * 3
     bench.step()
@@ -419,11 +419,11 @@ def test_a_sample_that_nobody_wants_any_more_is_computed_no_longer_while_others_
         bench.ask(key, n=3, max_tokens=60)
     bench.run(6)
     for key in "ab":
-        bench.answers.cancel_samples(key, [1])
+        bench.cancel_samples(key, [1])
     bench.ask("c", n=3, max_tokens=60)
     bench.run(6)
     assert bench.core.metrics.gauges["charonia_requests_running", ""] == 3, "c wants it"
-    bench.answers.cancel("c")
+    bench.cancel("c")
     bench.run(4)
     assert bench.core.metrics.gauges["charonia_requests_running", ""] == 2
     bench.ask("d", n=3, max_tokens=60)

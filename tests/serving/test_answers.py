@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -46,28 +45,17 @@ class SlowResponder:
         return False
 
 
-class Endless:
-    """A source of chunks that goes on, whoever wants no more."""
-
-    def cancel(self, key: str) -> None:
-        pass
-
-    def cancel_samples(self, key: str, indexes: Collection[int]) -> None:
-        pass
-
-
 def test_a_stream_whose_send_is_under_way_at_the_end_still_gets_its_last_response() -> None:
     options = OutputOptions(is_streaming=True, has_echo=False, names=frozenset())
     sessions = Sessions(
         None,  # type: ignore[arg-type]
         2,
         QueueLimit(9, 9),
-        Endless(),
         log=lambda line: None,
     )
     responder = SlowResponder()
-    sink = sessions.open("key", options, str, responder)
-    sink(Chunk("key", text="a", token_ids=(1,)))
+    session = sessions.open("key", options, str, responder)
+    sessions.take(session, Chunk("key", text="a", token_ids=(1,)))
     assert responder.is_sending.wait(WAIT_S)
     closing = threading.Thread(target=sessions.close)
     closing.start()

@@ -28,7 +28,7 @@ from charonia.events import Log, level_of, parse_event
 from charonia.protocol import EngineInfo
 from charonia.serving.requests import intake
 from charonia.serving.requests.cancellations import MAX_NAMES, Cancellations
-from charonia.serving.requests.intake import Intake, Pipeline
+from charonia.serving.requests.intake import Intake
 from charonia.serving.requests.queue_limit import QueueLimit
 from charonia.serving.requests.raw_request import RawRequest
 from charonia.serving.requests.sessions import Sessions
@@ -96,7 +96,6 @@ class Bench:
             self.tokenizer,
             2,
             self.queue_limit,
-            Pipeline(self.tokenizing, self.service),
             log=self.log.append,
         )
         self.intake = Intake(

@@ -5,8 +5,9 @@ Responders record here; Triton's own senders are tested on the real server.
 
 import threading
 import time
-from collections.abc import Collection, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from charonia.serving.conventions.schema import OutputOptions
 from charonia.serving.requests import session, sessions
 from charonia.serving.requests.queue_limit import QueueLimit
 from charonia.serving.requests.raw_request import Outputs
+from charonia.serving.requests.session import Session
 from charonia.serving.requests.sessions import (
     LOST_RESPONSE_S,
     MAX_UNDER_WAY,
@@ -44,6 +46,20 @@ AT_ONCE = OutputOptions(
 )
 
 
+@dataclass
+class Source:
+    """Writes down what is cancelled."""
+
+    harness: "Harness"
+    key: str
+
+    def cancel(self) -> None:
+        self.harness.cancelled.append(self.key)
+
+    def cancel_samples(self, indexes: Collection[int]) -> None:
+        self.harness.cancelled_samples.append((self.key, indexes))
+
+
 class Harness:
     """Sessions, what they cancelled and what they logged."""
 
@@ -52,28 +68,28 @@ class Harness:
 
         self.cancelled: list[str] = []
         self.cancelled_samples: list[tuple[str, Collection[int]]] = []
+        self.live: dict[str, Session] = {}
         self.log: list[str] = []
         self.queue_limit = QueueLimit(100, 1000)
         self.sessions = Sessions(
             Tokenizer(make_tokenizer()),
             num_threads,
             self.queue_limit,
-            self,
             log=self.log.append,
             stream_interval=stream_interval,
         )
 
-    def cancel(self, key: str) -> None:
-        self.cancelled.append(key)
-
-    def cancel_samples(self, key: str, indexes: Collection[int]) -> None:
-        self.cancelled_samples.append((key, indexes))
+    def open(self, key: str, *args: Any, **options: Any) -> Callable[[Chunk], None]:
+        """Open a session; the sink for its chunks."""
+        session = self.live[key] = self.sessions.open(key, *args, **options)
+        self.sessions.attach(session, Source(self, key))
+        return partial(self.sessions.take, session)
 
     def settle(self, responder: Any) -> None:
         """Wait until all that may be sent has been, where there is one sender: a stream's only
         token comes last.
         """
-        self.sessions.open("settles", STREAMING, str, responder)(chunk(0, is_last=True))
+        self.open("settles", STREAMING, str, responder)(chunk(0, is_last=True))
         eventually(lambda: responder.sent)
 
 
@@ -109,7 +125,7 @@ def test_few_responses_are_under_way_to_who_reports_them(
     harness: Harness, new_responder: Any
 ) -> None:
     responder = new_responder()
-    sink = harness.sessions.open("k", STREAMING, str, responder)
+    sink = harness.open("k", STREAMING, str, responder)
     sink(chunk(0))
     eventually(lambda: len(responder.sent) == 1)
     harness.sessions.report("k", 1)  # from now on there are reports
@@ -131,7 +147,7 @@ def test_few_responses_are_under_way_to_who_acknowledges_them(
     monkeypatch.setattr(sessions, "FIRST_REPORT_S", FOR_EVER_S)
     responder = new_responder()
     responder.is_acknowledged = True
-    sink = harness.sessions.open("k", STREAMING, str, responder)
+    sink = harness.open("k", STREAMING, str, responder)
     for step in range(20):
         sink(chunk(step))
         eventually(lambda step=step: len(responder.sent) == min(step + 1, MAX_UNDER_WAY))
@@ -145,7 +161,7 @@ def test_few_responses_are_under_way_to_who_acknowledges_them(
 
 def test_the_end_of_reports_lets_all_responses_go(harness: Harness, new_responder: Any) -> None:
     responder = new_responder()
-    sink = harness.sessions.open("k", NAMED, str, responder)
+    sink = harness.open("k", NAMED, str, responder)
     harness.sessions.report("k", 0)
     for step in range(20):
         sink(chunk(step))
@@ -163,7 +179,7 @@ class Loss:
         self.sessions = harness.sessions
         self.responders = {name: new_responder() for name in ("lost", "arrived")}
         self.sinks = {
-            name: self.sessions.open(name, NAMED, str, responder)
+            name: harness.open(name, NAMED, str, responder)
             for name, responder in self.responders.items()
         }
         for name in self.sinks:
@@ -269,7 +285,7 @@ def test_a_stream_goes_on_when_somebody_reports_again_after_a_pause(
     harness: Harness, new_responder: Any
 ) -> None:
     responder = new_responder()
-    sink = harness.sessions.open("k", STREAMING, str, responder)
+    sink = harness.open("k", STREAMING, str, responder)
     for step in range(20):  # nobody tells of these
         sink(chunk(step))
         eventually(lambda step=step: len(responder.sent) == step + 1)
@@ -300,14 +316,14 @@ def test_a_named_stream_counts_on_reports_from_its_start_but_not_for_ever(
     responders = {name: new_responder() for name in ("first", "silent")}
     sinks = {}
     for name, responder in responders.items():
-        sinks[name] = harness.sessions.open(name, NAMED, str, responder)
+        sinks[name] = harness.open(name, NAMED, str, responder)
         begun = time.monotonic()
         for step in range(1 + MAX_UNDER_WAY):
             sinks[name](chunk(step))
             eventually(lambda responder=responder, step=step: len(responder.sent) == 1 + step)
         if name == "first":  # nobody is known to report
             harness.sessions.report("first", 1)
-            harness.sessions.drop("first")
+            harness.sessions.drop(harness.live["first"])
     assert time.monotonic() - begun >= 0.5
 
 
@@ -318,7 +334,7 @@ def test_many_streams_share_what_may_be_under_way(
     harness.sessions.report("of nobody", 1)  # but somebody does
     responders = [new_responder() for _ in range(SHARED_UNDER_WAY)]
     sinks = [
-        harness.sessions.open(str(index), NAMED, str, responder)
+        harness.open(str(index), NAMED, str, responder)
         for index, responder in enumerate(responders)
     ]
     for sink, responder in zip(sinks, responders, strict=True):
@@ -328,7 +344,7 @@ def test_many_streams_share_what_may_be_under_way(
     time.sleep(0.1)
     assert [len(responder.sent) for responder in responders] == [1] * SHARED_UNDER_WAY
     for index in range(1, SHARED_UNDER_WAY):
-        harness.sessions.drop(str(index))
+        harness.sessions.drop(harness.live[str(index)])
     sinks[0](chunk(2))  # who is left has more room
     eventually(lambda: texts(responders[0].sent) == "0 1 2 ")
 
@@ -338,7 +354,7 @@ def test_an_error_does_not_wait_for_ever_for_reports(
 ) -> None:
     monkeypatch.setattr(sessions, "MAX_ERROR_WAIT_S", 0.1)
     responder = new_responder()
-    sink = harness.sessions.open("k", STREAMING, str, responder, num_bytes=10)
+    sink = harness.open("k", STREAMING, str, responder, num_bytes=10)
     harness.sessions.report("k", 0)  # and never again
     sink(chunk(0))
     eventually(lambda: responder.sent)
@@ -351,7 +367,7 @@ def test_each_response_of_a_named_request_has_its_number_and_tenant(
     harness: Harness, new_responder: Any
 ) -> None:
     responder = new_responder()
-    sink = harness.sessions.open("k", NAMED, str, responder, tenant="t")
+    sink = harness.open("k", NAMED, str, responder, tenant="t")
     for step in range(3):
         sink(chunk(step, is_last=step == 2))
         eventually(lambda step=step: len(responder.sent) == step + 1)
@@ -360,30 +376,45 @@ def test_each_response_of_a_named_request_has_its_number_and_tenant(
 
 
 def test_what_requests_hold_is_bounded_and_given_back(harness: Harness, new_responder: Any) -> None:
-    sink = harness.sessions.open("a", STREAMING, str, new_responder(), num_bytes=600)
+    sink = harness.open("a", STREAMING, str, new_responder(), num_bytes=600)
     with pytest.raises(QueueFullError, match="1000 bytes"):
-        harness.sessions.open("b", STREAMING, str, new_responder(), num_bytes=500)
+        harness.open("b", STREAMING, str, new_responder(), num_bytes=500)
     with pytest.raises(InvalidRequestError):
-        harness.sessions.open("a", STREAMING, str, new_responder(), num_bytes=100)
-    harness.sessions.open("b", STREAMING, str, new_responder(), num_bytes=400)
-    harness.sessions.drop("b")
-    harness.sessions.drop("b")
+        harness.open("a", STREAMING, str, new_responder(), num_bytes=100)
+    harness.open("b", STREAMING, str, new_responder(), num_bytes=400)
+    harness.sessions.drop(harness.live["b"])
+    harness.sessions.drop(harness.live["b"])
     sink(chunk(0, is_last=True))
     eventually(lambda: harness.queue_limit.held == (0, 0))
 
 
 def test_a_flood_of_cancellations_is_one(harness: Harness, new_responder: Any) -> None:
     for key, name in (("a", "x"), ("b", "x"), ("c", "y")):
-        harness.sessions.open(key, STREAMING, str, new_responder(), request_id=name, tenant="t")
+        harness.open(key, STREAMING, str, new_responder(), request_id=name, tenant="t")
     assert harness.sessions.find("x", "another") == []
     for _ in range(100):
-        for key in harness.sessions.find("x", "t"):
-            harness.sessions.cancel(key)
-        harness.sessions.cancel("nobody")
+        for one in harness.sessions.find("x", "t"):
+            harness.sessions.cancel(one)
         harness.sessions.abandon("nobody")
     assert harness.cancelled == ["a", "b"]
-    assert harness.sessions.is_cancelled("a")
-    assert not harness.sessions.is_cancelled("c")
+    assert harness.live["a"].is_cancelled
+    assert not harness.live["c"].is_cancelled
+
+
+def test_who_makes_the_chunks_later_is_told_of_what_was_cancelled_before(
+    harness: Harness, new_responder: Any
+) -> None:
+    for key in "ab":
+        harness.live[key] = harness.sessions.open(
+            key, STREAMING, str, new_responder(), num_samples=2
+        )
+    harness.sessions.cancel(harness.live["a"])
+    harness.sessions.cancel_samples(harness.live["b"], [1])
+    for _ in range(2):  # the tokenizer, and then the engine service
+        for key in "ab":
+            harness.sessions.attach(harness.live[key], Source(harness, key))
+    assert harness.cancelled == ["a"] * 2
+    assert harness.cancelled_samples == [("b", {1})] * 2
 
 
 def test_a_stream_keeps_its_order_and_ends_with_its_last_token(
@@ -391,7 +422,7 @@ def test_a_stream_keeps_its_order_and_ends_with_its_last_token(
 ) -> None:
     responders = [new_responder() for _ in range(20)]
     sinks = [
-        harness.sessions.open(str(index), STREAMING, str, responder)
+        harness.open(str(index), STREAMING, str, responder)
         for index, responder in enumerate(responders)
     ]
     for step in range(100):
@@ -421,7 +452,7 @@ def test_what_piles_up_during_a_send_leaves_as_one_response(
         record(outputs, is_final=is_final)
 
     responder.send = slow_send
-    sink = harness.sessions.open("k", STREAMING, str, responder)
+    sink = harness.open("k", STREAMING, str, responder)
     sink(chunk(0))
     assert has_begun.wait(WAIT_S)
     for index in (1, 2, 3):
@@ -436,7 +467,7 @@ def test_without_streaming_there_is_one_response_with_the_echo(
     harness: Harness, new_responder: Any
 ) -> None:
     responder = new_responder()
-    sink = harness.sessions.open("k", AT_ONCE, lambda: "prompt: ", responder)
+    sink = harness.open("k", AT_ONCE, lambda: "prompt: ", responder)
     for index in range(5):
         sink(chunk(index, is_last=index == 4))
     eventually(lambda: responder.sent)
@@ -458,7 +489,7 @@ def test_a_whole_answer_that_is_cancelled_has_what_there_is_where_that_is_asked_
         (responders[1], replace(options, keeps_cancelled=False), cancelled),
         (responders[2], options, Chunk("k", error=ShuttingDownError())),
     ):
-        sink = harness.sessions.open("k", some, lambda: "prompt: ", responder)
+        sink = harness.open("k", some, lambda: "prompt: ", responder)
         for step in range(num_chunks):
             sink(chunk(step))
         sink(error)
@@ -479,7 +510,7 @@ def test_an_error_comes_last_and_once(
     harness: Harness, new_responder: Any, options: OutputOptions, num_sent: int
 ) -> None:
     responder = new_responder()
-    sink = harness.sessions.open("k", options, str, responder)
+    sink = harness.open("k", options, str, responder)
     sink(chunk(0))
     error = RequestCancelledError("the request was cancelled")
     sink(Chunk("k", error=error))
@@ -491,8 +522,8 @@ def test_an_error_comes_last_and_once(
 def test_a_send_that_raises_ends_that_request_alone(harness: Harness, new_responder: Any) -> None:
     broken, sound = new_responder(), new_responder()
     broken.errors.append(RuntimeError("no connection"))
-    broken_sink = harness.sessions.open("broken", STREAMING, str, broken)
-    sound_sink = harness.sessions.open("sound", STREAMING, str, sound)
+    broken_sink = harness.open("broken", STREAMING, str, broken)
+    sound_sink = harness.open("sound", STREAMING, str, sound)
     broken_sink(chunk(0))
     sound_sink(chunk(0, is_last=True))
     eventually(lambda: broken.failures and sound.sent)
@@ -506,7 +537,7 @@ def test_a_client_that_has_gone_is_noticed_and_its_request_cancelled(
 ) -> None:
     responders = {key: new_responder() for key in "abc"}
     for key, responder in responders.items():
-        harness.sessions.open(key, STREAMING, str, responder)
+        harness.open(key, STREAMING, str, responder)
     responders["b"].has_gone = True
     eventually(lambda: harness.cancelled)
     time.sleep(0.1)
@@ -514,18 +545,18 @@ def test_a_client_that_has_gone_is_noticed_and_its_request_cancelled(
 
 
 def test_a_key_cannot_be_live_twice(harness: Harness, new_responder: Any) -> None:
-    sink = harness.sessions.open("k", STREAMING, str, new_responder())
+    sink = harness.open("k", STREAMING, str, new_responder())
     with pytest.raises(InvalidRequestError, match="request_key belongs to a live request"):
-        harness.sessions.open("k", STREAMING, str, new_responder())
+        harness.open("k", STREAMING, str, new_responder())
     sink(chunk(0, is_last=True))
     eventually(lambda: not harness.sessions.find("", ""))
-    harness.sessions.open("k", STREAMING, str, new_responder())
+    harness.open("k", STREAMING, str, new_responder())
 
 
 def test_a_request_that_was_refused_is_forgotten(harness: Harness, new_responder: Any) -> None:
     responder = new_responder()
-    harness.sessions.open("k", STREAMING, str, responder)
-    harness.sessions.drop("k")
+    harness.open("k", STREAMING, str, responder)
+    harness.sessions.drop(harness.live["k"])
     responder.has_gone = True
     time.sleep(0.1)
     assert not harness.cancelled
@@ -536,7 +567,7 @@ def test_closing_answers_whatever_is_live(new_responder: Any) -> None:
     harness = Harness()
     responders = [new_responder() for _ in range(3)]
     sinks = [
-        harness.sessions.open(str(index), options, str, responder)
+        harness.open(str(index), options, str, responder)
         for index, (responder, options) in enumerate(
             zip(responders, (STREAMING, AT_ONCE, STREAMING), strict=True)
         )
@@ -554,7 +585,7 @@ def test_an_error_follows_when_what_was_sent_before_it_has_been_handed_on(
 ) -> None:
     monkeypatch.setattr(sessions, "MAX_ERROR_WAIT_S", FOR_EVER_S)
     responder = new_responder()
-    sink = harness.sessions.open("k", STREAMING, "", responder)
+    sink = harness.open("k", STREAMING, "", responder)
     for step in range(2):
         sink(chunk(step))
         eventually(lambda step=step: len(responder.sent) == 1 + step)
@@ -571,7 +602,7 @@ def test_an_error_follows_when_what_was_sent_before_it_has_been_handed_on(
 
 def test_at_the_end_nobody_waits_for_reports_that_do_not_come(new_responder: Any) -> None:
     harness, responder = Harness(), new_responder()
-    sink = harness.sessions.open("k", STREAMING, "", responder)
+    sink = harness.open("k", STREAMING, "", responder)
     sink(chunk(0))
     eventually(lambda: len(responder.sent) == 1)
     harness.sessions.report("k", 1)
@@ -584,16 +615,14 @@ def test_at_the_end_nobody_waits_for_reports_that_do_not_come(new_responder: Any
 def test_each_sample_is_cancelled_once_and_only_one_that_there_is(
     harness: Harness, new_responder: Any
 ) -> None:
-    sink = harness.sessions.open("k", STREAMING, str, new_responder(), num_samples=3)
+    sink = harness.open("k", STREAMING, str, new_responder(), num_samples=3)
     for indexes in ([1, 3, 127], [1], [2, 1], [5]):
-        harness.sessions.cancel_samples("k", indexes)
-    harness.sessions.cancel_samples("of nobody", [0])
+        harness.sessions.cancel_samples(harness.live["k"], indexes)
     assert harness.cancelled_samples == [("k", {1}), ("k", {2})]
-    assert harness.sessions.cancelled_samples("k") == {1, 2}
+    assert harness.live["k"].cancelled_samples == {1, 2}
     assert not harness.cancelled
     sink(Chunk("k", finish_reason="stop"))
     eventually(lambda: not harness.sessions.num_live)
-    assert harness.sessions.cancelled_samples("k") == frozenset()
 
 
 def test_the_end_of_a_cancelled_sample_is_a_response_and_its_reason_stays(
@@ -601,9 +630,7 @@ def test_the_end_of_a_cancelled_sample_is_a_response_and_its_reason_stays(
 ) -> None:
     responder = new_responder()
     names = frozenset({"text_output", "finish_reason", "num_output_tokens"})
-    sink = harness.sessions.open(
-        "k", replace(STREAMING, names=names), str, responder, num_samples=2
-    )
+    sink = harness.open("k", replace(STREAMING, names=names), str, responder, num_samples=2)
     sink(Chunk("k", finish_reason="cancelled", index=1, num_open=1))
     eventually(lambda: len(responder.sent) == 1)
     sink(Chunk("k", text="a", token_ids=(1,), finish_reason="stop", index=0))
@@ -645,7 +672,7 @@ def test_the_first_token_goes_at_once_and_others_by_the_interval(
     by_fours: Harness, new_responder: Any
 ) -> None:
     responder = new_responder()
-    sink = by_fours.sessions.open("k", STREAMING, str, responder)
+    sink = by_fours.open("k", STREAMING, str, responder)
     for step in range(10):
         sink(chunk(step, is_last=step == 9))
         by_fours.settle(new_responder())
@@ -660,7 +687,7 @@ def test_the_first_token_goes_at_once_and_others_by_the_interval(
 
 def test_a_chunk_of_several_tokens_counts_as_many(by_fours: Harness, new_responder: Any) -> None:
     responder = new_responder()
-    sink = by_fours.sessions.open("k", STREAMING, str, responder)
+    sink = by_fours.open("k", STREAMING, str, responder)
     for num_tokens in (3, 3, 2, 1, 7):
         sink(Chunk("k", text="a", token_ids=(1,) * num_tokens))
         by_fours.settle(new_responder())
@@ -674,7 +701,7 @@ def test_the_interval_holds_no_end_back(
     by_fours: Harness, new_responder: Any, error: CharoniaError | None
 ) -> None:
     responder = new_responder()
-    sink = by_fours.sessions.open("k", STREAMING, str, responder)
+    sink = by_fours.open("k", STREAMING, str, responder)
     for step in range(3):
         sink(chunk(step))
         by_fours.settle(new_responder())
@@ -689,7 +716,7 @@ def test_each_sample_has_an_interval_a_first_token_and_an_end_of_its_own(
     by_fours: Harness, new_responder: Any
 ) -> None:
     responder = new_responder()
-    sink = by_fours.sessions.open("k", STREAMING, str, responder, num_samples=2)
+    sink = by_fours.open("k", STREAMING, str, responder, num_samples=2)
     for text in "aababababab":
         index = "ab".index(text)
         sink(Chunk("k", text=text, token_ids=(index,), index=index, num_open=1))
@@ -708,7 +735,7 @@ def test_what_has_no_token_does_not_take_the_place_of_the_first_one(
     by_fours: Harness, new_responder: Any
 ) -> None:
     responder = new_responder()
-    sink = by_fours.sessions.open("k", STREAMING, str, responder, num_samples=2)
+    sink = by_fours.open("k", STREAMING, str, responder, num_samples=2)
     sink(Chunk("k", text="-", index=1, num_open=2))
     for index in (0, 1):
         sink(Chunk("k", text="ab"[index], token_ids=(index,), index=index, num_open=2))
@@ -720,7 +747,7 @@ def test_a_whole_answer_is_one_response_with_any_interval(
     by_fours: Harness, new_responder: Any
 ) -> None:
     responder = new_responder()
-    sink = by_fours.sessions.open("k", AT_ONCE, str, responder)
+    sink = by_fours.open("k", AT_ONCE, str, responder)
     for step in range(6):
         sink(chunk(step, is_last=step == 5))
         by_fours.settle(new_responder())
@@ -732,7 +759,7 @@ def test_few_responses_are_under_way_with_any_interval(
 ) -> None:
     responder = new_responder()
     responder.is_acknowledged = True
-    sink = by_fours.sessions.open("k", STREAMING, str, responder)
+    sink = by_fours.open("k", STREAMING, str, responder)
     for step in range(40):
         sink(chunk(step))
         by_fours.settle(new_responder())

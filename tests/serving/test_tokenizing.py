@@ -30,6 +30,7 @@ class Bench:
         self.queue_limit = QueueLimit(MAX_COUNT, MAX_BYTES)
         self.tokenizing = Tokenizing(1, self.queue_limit, log=self.log.append)
         self.outcomes: list[tuple[str, Outcome]] = []
+        self.prompts: dict[str, Prompt[list[int]]] = {}
         self.may_go_on = threading.Event()
 
     def submit(
@@ -40,15 +41,16 @@ class Bench:
         num_bytes: int = 10,
         expires_in_s: float | None = None,
     ) -> None:
-        self.tokenizing.submit(
-            Prompt(
-                key=key,
-                encode=encode,
-                num_bytes=num_bytes,
-                expires_at=None if expires_in_s is None else time.monotonic() + expires_in_s,
-                done=lambda outcome: self.outcomes.append((key, outcome)),
-            )
+        prompt = self.prompts[key] = Prompt(
+            encode=encode,
+            num_bytes=num_bytes,
+            expires_at=None if expires_in_s is None else time.monotonic() + expires_in_s,
+            done=lambda outcome: self.outcomes.append((key, outcome)),
         )
+        self.tokenizing.submit(prompt)
+
+    def cancel(self, key: str) -> bool:
+        return self.tokenizing.cancel(self.prompts[key])
 
     def slow(self) -> list[int]:
         assert self.may_go_on.wait(WAIT_S)
@@ -118,12 +120,12 @@ def test_what_is_over_the_limits_is_refused_at_once(bench: Bench) -> None:
 def test_a_request_can_be_cancelled_while_it_waits_and_while_it_is_tokenized(bench: Bench) -> None:
     bench.block()
     bench.submit("waiting")
-    assert bench.tokenizing.cancel("waiting")
+    assert bench.cancel("waiting")
     assert isinstance(bench.outcome("waiting"), RequestCancelledError)
     assert bench.queue_limit.held == (1, 10)
-    assert bench.tokenizing.cancel("slow")
+    assert bench.cancel("slow")
     assert isinstance(bench.outcome("slow"), RequestCancelledError)
-    assert not bench.tokenizing.cancel("slow")
+    assert not bench.cancel("slow")
     bench.may_go_on.set()
     eventually(lambda: bench.queue_limit.held == (0, 0))
     assert len(bench.outcomes) == 2
@@ -150,25 +152,27 @@ def test_whoever_finds_a_request_gone_finds_it_where_it_was_brought(bench: Bench
         time.sleep(0.05)
         is_there.set()
 
-    bench.tokenizing.submit(Prompt("k", lambda: [1], 1, None, done))
+    prompt: Prompt[list[int]] = Prompt(lambda: [1], 1, None, done)
+    bench.tokenizing.submit(prompt)
     assert arrived.wait(WAIT_S)
-    assert not bench.tokenizing.cancel("k")
+    assert not bench.tokenizing.cancel(prompt)
     assert is_there.is_set()
 
 
 def test_a_request_counts_until_it_is_answered(bench: Bench) -> None:
     counts: list[int] = []
 
-    def submit(key: str, encode: Callable[[], list[int]]) -> None:
+    def submit(encode: Callable[[], list[int]]) -> Prompt[list[int]]:
         def done(outcome: Outcome) -> None:
             counts.append(bench.queue_limit.held[0])
 
-        bench.tokenizing.submit(Prompt(key, encode, 1, None, done))
+        prompt = Prompt(encode, 1, None, done)
+        bench.tokenizing.submit(prompt)
+        return prompt
 
-    submit("slow", bench.slow)
+    submit(bench.slow)
     eventually(lambda: not bench.tokenizing._queue)
-    submit("waiting", lambda: [1])
-    bench.tokenizing.cancel("waiting")
+    bench.tokenizing.cancel(submit(lambda: [1]))
     assert (counts, bench.queue_limit.held[0]) == ([2], 1)
     bench.may_go_on.set()
     eventually(lambda: bench.queue_limit.held[0] == 0)

@@ -6,7 +6,7 @@ Owns the heap and its stale entries. Knows nothing about the meaning of keys and
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import Generic, TypeVar
 
-Key = TypeVar("Key", int, str, tuple[str, bool])
+Key = TypeVar("Key", int, str, tuple[int, bool])
 _SLACK = 64
 
 

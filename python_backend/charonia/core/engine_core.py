@@ -23,7 +23,7 @@ Mostly two steps are in flight, of the same rows or, in a pipeline, of different
 from collections.abc import Callable, Collection
 
 from charonia.config import EngineArgs, SchedulerArgs
-from charonia.control import Limits, LoadShedding, Update
+from charonia.control import Group, Limits, LoadShedding, Update
 from charonia.core.gate.attainment import Attainment
 from charonia.core.gate.tenants import Tenants
 from charonia.core.generation_request import GenerationRequest, check, control_requests, seeds_of
@@ -34,7 +34,7 @@ from charonia.core.replica.reload import Reload
 from charonia.core.replica.replica import Replica
 from charonia.core.replica.schedulers import Schedulers
 from charonia.core.request_events import RequestEvents
-from charonia.core.request_registry import LiveRequest, RequestRegistry
+from charonia.core.request_registry import LiveRequest, RequestRegistry, owner_of
 from charonia.core.scheduler_factory import rejects_late
 from charonia.errors import (
     CharoniaError,
@@ -57,7 +57,6 @@ class EngineCore:
 
     Args:
         make_stream: makes the output of a sample, mostly text.
-        events: gets the events of each request.
         clock: monotonic, in seconds. log: takes one line.
         read_args: returns the arguments of the engine that is loaded now; None always means
             `engine_args`.
@@ -77,7 +76,6 @@ class EngineCore:
         engine_args: EngineArgs,
         scheduler_args: SchedulerArgs,
         make_stream: MakeStream,
-        events: RequestEvents,
         *,
         clock: Callable[[], float],
         log: Callable[[str], None],
@@ -91,13 +89,10 @@ class EngineCore:
         tenants = tenants or Tenants(log=log)
         self.metrics = Metrics()
         self.attainment = Attainment(tenants, self.metrics)
-        self._events = events
         self._scheduler_args = scheduler_args
         self._clock = clock
         self._log = log
-        self._requests = RequestRegistry(
-            make_stream, events, self.metrics, self.attainment, clock=clock
-        )
+        self._requests = RequestRegistry(make_stream, self.metrics, self.attainment, clock=clock)
         self._updates: list[Update] = []
         self._seed, self._next_seed = engine_args.seed, seeds_of(engine_args.seed)
         self._replica = Replica(
@@ -197,30 +192,35 @@ class EngineCore:
 
     # ------------------------------------------------------------------ requests come and go
 
-    def add(self, request: GenerationRequest, arrived_at: float | None = None) -> None:
+    def add(
+        self, request: GenerationRequest, events: RequestEvents, arrived_at: float | None = None
+    ) -> LiveRequest:
         """Add a checked request; its outcome comes by events.
 
         Args:
+            events: receives them.
             arrived_at: its arrival, by the clock; None is now. Its timeouts count from then.
-        """
-        arrived_at = self._clock() if arrived_at is None else arrived_at
-        self._requests.add(LiveRequest(request, arrived_at))
 
-    def cancel(self, key: str) -> None:
-        """Cancel a request for its client; a request that is not live is ignored."""
-        live = self._requests.get(key)
-        if live is not None:
+        Returns:
+            Stands for it in calls that follow.
+        """
+        live = LiveRequest(request, events, self._clock() if arrived_at is None else arrived_at)
+        self._requests.add(live)
+        return live
+
+    def cancel(self, live: LiveRequest) -> None:
+        """Cancel a request for its client; one that has ended is ignored."""
+        if live in self._requests:
             self._note_cancelled(live)
             self._end(live, RequestCancelledError("the request was cancelled"))
 
-    def cancel_samples(self, key: str, indexes: Collection[int]) -> None:
+    def cancel_samples(self, live: LiveRequest, indexes: Collection[int]) -> None:
         """Cancel some samples of a request for its client, without an error.
 
         Samples that do not exist or have ended are ignored. With `best_of` no sample can be
         cancelled alone, because the best ones are known only at the end.
         """
-        live = self._requests.get(key)
-        if live is None:
+        if live not in self._requests:
             return
         if live.leaves_nothing(indexes):
             self._note_cancelled(live)
@@ -228,10 +228,9 @@ class EngineCore:
             self._replica.finish(sample)
         self._requests.cancel_samples(live, indexes)
 
-    def end(self, key: str, error: CharoniaError) -> None:
-        """End a request with an error; a request that is not live is ignored."""
-        live = self._requests.get(key)
-        if live is not None:
+    def end(self, live: LiveRequest, error: CharoniaError) -> None:
+        """End a request with an error; one that has ended is ignored."""
+        if live in self._requests:
             self._end(live, error)
 
     def shed(self, shedding: LoadShedding) -> None:
@@ -341,6 +340,7 @@ class EngineCore:
                 replica.limits,
                 live.arrived_at,
                 self._next_seed,
+                live,
             )
             for sample in samples:
                 replica.add(sample)
@@ -349,7 +349,7 @@ class EngineCore:
             return
         self._requests.open(live, samples)
         if live.cancelled:
-            self.cancel_samples(live.request.key, live.cancelled)
+            self.cancel_samples(live, live.cancelled)
 
     def _deliver_updates(self) -> None:
         updates, self._updates = self._updates, []
@@ -363,13 +363,14 @@ class EngineCore:
 
     # ------------------------------------------------------------------ from the replica
 
-    def on_started(self, key: str) -> None:
+    def on_started(self, group: Group) -> None:
         """See `ReplicaEvents`."""
-        self._events.on_started(key)
+        if (live := owner_of(group)) is not None:
+            live.events.on_started()
 
-    def on_failed(self, key: str, error: CharoniaError) -> None:
+    def on_failed(self, group: Group, error: CharoniaError) -> None:
         """See `ReplicaEvents`."""
-        live = self._requests.get(key)
+        live = owner_of(group)
         if live is None:
             return
         if isinstance(error, RequestQuarantinedError):

@@ -1,4 +1,4 @@
-"""The entries of live requests, by key: their timeouts, and the one place where requests end.
+"""The entries of live requests: their timeouts, and the one place where requests end.
 
 Owns that each request is counted once, at its end. Must not know why one ends, nor what else an
 entry has.
@@ -18,7 +18,8 @@ class LiveEntries(Generic[EntryT]):
 
     def __init__(self, attainment: Attainment) -> None:
         self._attainment = attainment
-        self._live: dict[str, EntryT] = {}
+        self._live: dict[int, EntryT] = {}  # by their numbers
+        self._num_added = 0
         self._deadlines = Deadlines()
 
     def __len__(self) -> int:
@@ -29,22 +30,24 @@ class LiveEntries(Generic[EntryT]):
         """The entries of all live requests, in order of arrival."""
         return iter(self._live.values())
 
-    def get(self, key: str) -> EntryT | None:
-        """The entry of the live request with this key, or None."""
-        return self._live.get(key)
+    def __contains__(self, entry: EntryT) -> bool:
+        """Return whether a request that was added has not ended."""
+        return entry.number in self._live
 
     def add(self, entry: EntryT) -> None:
         """Add a request. Its timeouts count from its arrival."""
-        self._live[entry.request.key] = entry
-        self._deadlines.add(entry.request, entry.arrived_at)
+        self._num_added += 1
+        entry.number = self._num_added
+        self._live[entry.number] = entry
+        self._deadlines.add(entry.number, entry.request, entry.arrived_at)
 
     def take_due(self, now: float) -> Iterator[tuple[EntryT, bool]]:
         """Entries whose timeouts are over, and whether it was the timeout until the first step.
 
         The caller may end requests while it iterates; those that have ended are left out.
         """
-        for key, is_until_start in self._deadlines.take_due(now):
-            if (entry := self._live.get(key)) is not None:
+        for number, is_until_start in self._deadlines.take_due(now):
+            if (entry := self._live.get(number)) is not None:
                 yield entry, is_until_start
 
     def _end(self, entry: EntryT, reason: str, now: float) -> None:
@@ -53,9 +56,7 @@ class LiveEntries(Generic[EntryT]):
         It may end without having been added, with a cached answer. Neither a probe nor a shared
         computation is counted.
         """
-        request = entry.request
-        if self._live.get(request.key) is entry:
-            del self._live[request.key]
-        self._deadlines.remove(request.key)
-        if not (request.is_probe or request.is_shared):
+        self._live.pop(entry.number, None)
+        self._deadlines.remove(entry.number)
+        if not (entry.request.is_probe or entry.request.is_shared):
             self._attainment.note_end(entry, reason, now)

@@ -5,6 +5,9 @@ receives them.
 
     EngineService ─ add, cancel ─► AnswerCache ─ add, cancel ─► EngineCore ─ add, finish ─► Replica
                   ◄─ RequestEvents ─           ◄─ RequestEvents ─          ◄─ ReplicaEvents ─
+
+Whoever adds a request gets a reference to its entry, by which it names the request from then on,
+and gives a receiver of its events. So nothing has to be looked up on either way.
 """
 
 from abc import ABC, abstractmethod
@@ -13,7 +16,7 @@ from charonia.core.output.outputs import Chunk
 
 
 class RequestEvents(ABC):
-    """Receives the events of the requests that it added.
+    """Receives the events of one request.
 
     Events are sent within a call of the receiver's or within `step`, in the same thread. Handlers
     must return quickly and must not call back. Only `on_chunk` has to be implemented.
@@ -21,16 +24,16 @@ class RequestEvents(ABC):
 
     @abstractmethod
     def on_chunk(self, chunk: Chunk) -> None:
-        """A request has output. Its last chunk is its end."""
+        """The request has output. Its last chunk is its end."""
 
-    def on_started(self, key: str) -> None:
-        """The first step of a request, or of one of its samples, begins."""
+    def on_started(self) -> None:
+        """The first step of the request, or of one of its samples, begins."""
         return
 
-    def on_joined(self, key: str) -> None:
-        """A request gets the output of another computation; it waits for no step of its own."""
+    def on_joined(self) -> None:
+        """The request gets the output of another computation; it waits for no step of its own."""
         return
 
-    def on_first_token(self, key: str) -> None:
-        """A shared computation has its first token, which may be held back."""
+    def on_first_token(self) -> None:
+        """The request, a shared computation, has its first token, which may be held back."""
         return

@@ -11,7 +11,7 @@ request ends.
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
-from charonia.control import Request, Update
+from charonia.control import Group, Request, Update
 from charonia.core.gate.attainment import Attainment
 from charonia.core.generation_request import GenerationRequest
 from charonia.core.live_entries import LiveEntries
@@ -26,13 +26,16 @@ class LiveRequest:
     """A request that has not ended.
 
     Attributes:
-        request: the client's. arrived_at: its arrival, in seconds.
+        request: the client's. events: receives what becomes of it.
+        arrived_at: its arrival, in seconds. number: see `LiveEntry`.
         cancelled: samples that its client cancelled before it was placed.
         streams: the output of its samples; None until it is placed.
     """
 
     request: GenerationRequest
+    events: RequestEvents
     arrived_at: float
+    number: int = 0
     cancelled: set[int] = field(default_factory=set)
     streams: SampleStreams | None = None
 
@@ -81,12 +84,17 @@ class LiveRequest:
         return ends and streams.reason == "cancelled"
 
 
+def owner_of(group: Group) -> LiveRequest | None:
+    """The client's request that a group of the control plane computes; None once it has ended."""
+    assert group.owner is None or isinstance(group.owner, LiveRequest)
+    return group.owner
+
+
 class RequestRegistry(LiveEntries[LiveRequest]):
     """The live requests, from arrival to last chunk.
 
     Args:
         make_stream: makes the output of a sample.
-        events: gets every chunk, and the first token of a shared computation.
         clock: monotonic, in seconds.
 
     Attributes:
@@ -96,7 +104,6 @@ class RequestRegistry(LiveEntries[LiveRequest]):
     def __init__(
         self,
         make_stream: MakeStream,
-        events: RequestEvents,
         metrics: Metrics,
         attainment: Attainment,
         *,
@@ -104,7 +111,6 @@ class RequestRegistry(LiveEntries[LiveRequest]):
     ) -> None:
         super().__init__(attainment)
         self._make_stream = make_stream
-        self._events = events
         self._metrics = metrics
         self._clock = clock
         self._gaps = metrics.histograms["charonia_inter_token_seconds"]
@@ -132,7 +138,7 @@ class RequestRegistry(LiveEntries[LiveRequest]):
             Whether a stop string ended the sample; the control plane does not know of these.
         """
         index = update.request.index
-        live = self._live.get(update.request.group.key)
+        live = owner_of(update.request.group)
         if live is None or (streams := live.streams) is None or index not in streams.open:
             return False
         stream = streams.streams[index]
@@ -145,7 +151,7 @@ class RequestRegistry(LiveEntries[LiveRequest]):
         if not streams.open:
             self._end(live, streams.reason, now)
         for chunk in chunks:
-            self._events.on_chunk(chunk)
+            live.events.on_chunk(chunk)
         return index not in streams.open and update.finish_reason is None
 
     def cancel_samples(self, live: LiveRequest, indexes: Collection[int]) -> None:
@@ -165,7 +171,7 @@ class RequestRegistry(LiveEntries[LiveRequest]):
             if is_over:
                 self._end(live, "cancelled", now)
         for chunk in chunks:
-            self._events.on_chunk(chunk)
+            live.events.on_chunk(chunk)
 
     def fail(self, live: LiveRequest, error: CharoniaError) -> None:
         """End a request with an error."""
@@ -174,16 +180,18 @@ class RequestRegistry(LiveEntries[LiveRequest]):
         key = live.request.key
         chunks = [Chunk(key, error=error)] if streams is None else streams.fail(error, now)
         for chunk in chunks:
-            self._events.on_chunk(chunk)
+            live.events.on_chunk(chunk)
 
     def _end(self, entry: LiveRequest, reason: str, now: float) -> None:
         """See `LiveEntries`; also counts the tokens that were computed."""
         request = entry.request
-        assert self._live.get(request.key) is entry, "it has ended"
+        assert entry in self, "it has ended"
         self.held.pop(entry, None)
-        if entry.streams is not None and not request.is_probe:
-            num_prompt = len(request.prompt_ids)
-            self._attainment.note_computed(request.params.tenant, num_prompt, entry.num_tokens)
+        if entry.streams is not None:
+            entry.streams.first.group.owner = None
+            if not request.is_probe:
+                num_prompt = len(request.prompt_ids)
+                self._attainment.note_computed(request.params.tenant, num_prompt, entry.num_tokens)
         super()._end(entry, reason, now)
 
     def _observe_tokens(
@@ -206,7 +214,7 @@ class RequestRegistry(LiveEntries[LiveRequest]):
             self._gaps.observe((now - last_at) / num_tokens, num_tokens)
             return
         if is_first and live.request.is_shared:
-            self._events.on_first_token(live.request.key)
+            live.events.on_first_token()
         elif is_first:
             waited = now - live.arrived_at
             self._metrics.observe_request("charonia_time_to_first_token_seconds", waited)

@@ -7,7 +7,7 @@ which is called in the service's thread.
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from math import inf
@@ -15,6 +15,7 @@ from pathlib import Path
 
 from charonia.config import MIN_ANSWER_BYTES, EngineArgs, SchedulerArgs
 from charonia.control import Limits
+from charonia.core.accepted_request import AcceptedRequest, AcceptedRequests, Sink
 from charonia.core.answers import AnswerCache, PromptIndex, SimilarPrompts
 from charonia.core.engine_core import EngineCore
 from charonia.core.gate.degradation import Degradation
@@ -22,17 +23,15 @@ from charonia.core.gate.gate import Gate
 from charonia.core.gate.queue_order import Entry
 from charonia.core.gate.tenants import Tenants
 from charonia.core.generation_request import GenerationRequest
-from charonia.core.output.outputs import Chunk, OutputStream
+from charonia.core.output.outputs import OutputStream
 from charonia.core.recording.journal import Journal
 from charonia.core.recording.kv_events import KVEvents
-from charonia.core.recording.recorder import RecordedRequest, Recorder, RecordingExecutor
+from charonia.core.recording.recorder import Recorder, RecordingExecutor
 from charonia.core.replica.reload import Reload
-from charonia.core.request_events import RequestEvents
-from charonia.core.request_log import FollowedRequest, RequestLog
+from charonia.core.request_log import RequestLog
 from charonia.errors import (
     CharoniaError,
     ConfigError,
-    InvalidRequestError,
     ShuttingDownError,
     UnavailableError,
 )
@@ -41,7 +40,6 @@ from charonia.metrics.metrics import Metrics
 from charonia.protocol import EngineInfo, Executor, SamplingParams
 from charonia.text.tokenizer import Tokenizer
 
-Sink = Callable[[Chunk], None]
 _INVALID = "invalid"
 IDLE_WAIT_S = 0.1
 LOOK_EVERY_S = 0.25
@@ -72,31 +70,7 @@ class ServiceState:
     last_turn_at: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class AcceptedRequest:
-    """An accepted request that has not ended.
-
-    Attributes:
-        entry: of the gate. sink: takes its chunks.
-        followed: writes log lines about it; None for a probe.
-        recorded: writes its line of the record; None without a record.
-    """
-
-    entry: Entry
-    sink: Sink
-    followed: FollowedRequest | None
-    recorded: RecordedRequest | None
-
-    def take(self, chunk: Chunk) -> None:
-        """Pass a chunk on."""
-        if self.followed is not None:
-            self.followed.note(chunk)
-        if self.recorded is not None:
-            self.recorded.note(chunk)
-        self.sink(chunk)
-
-
-class EngineService(RequestEvents):
+class EngineService:
     """Serves requests of many threads on one engine.
 
     Args:
@@ -144,8 +118,7 @@ class EngineService(RequestEvents):
         self._similar = None
         if prompt_index is not None:
             self._similar = SimilarPrompts(prompt_index, tokenizer.decode, post=self._post, log=log)
-        make_core = partial(
-            EngineCore,
+        self._core = EngineCore(
             executor,
             engine_args,
             scheduler_args,
@@ -159,13 +132,12 @@ class EngineService(RequestEvents):
             journal=self._journal,
         )
         self._answers = AnswerCache(
-            make_core, scheduler_args, self, clock=time.monotonic, log=log, similar=self._similar
+            self._core, scheduler_args, clock=time.monotonic, log=log, similar=self._similar
         )
-        self._core = self._answers.core
         self._degradation = Degradation(scheduler_args, self._tenants, self._core.metrics, log=log)
         self._looked_at = 0.0
         self._log = log
-        self._live: dict[str, AcceptedRequest] = {}  # by key, in the order of admission
+        self._live = AcceptedRequests(self._gate, self._answers, self._post)
         self._inbox: list[Callable[[], None]] = []
         self._is_closing = False
         self._drained_at = inf
@@ -204,10 +176,8 @@ class EngineService(RequestEvents):
         They are those that were admitted first, without probes. An age counts from the arrival,
         which is earlier. May be called from any thread.
         """
-        entries = [accepted.entry for accepted in list(self._live.values())]
-        arrivals = [entry.arrived_at for entry in entries if entry.is_counted][:count]
         now = time.monotonic()
-        return [max(0.0, now - arrived_at) for arrived_at in sorted(arrivals)]
+        return [max(0.0, now - arrived_at) for arrived_at in self._live.arrivals(count)]
 
     def start(self, *, wait_s: float = 0.0) -> None:
         """Start the thread. It connects to the engine as soon as there is one.
@@ -222,12 +192,16 @@ class EngineService(RequestEvents):
 
     def submit(
         self, request: GenerationRequest, sink: Sink, arrived_at: float | None = None
-    ) -> None:
+    ) -> AcceptedRequest:
         """Add a request. Its chunks go to `sink`; the last one has a finish reason or an error.
 
         Args:
+            request: no other live request has its key.
             sink: called in the service's thread; must return quickly and not raise.
             arrived_at: its arrival, by the monotonic clock; None is now.
+
+        Returns:
+            The accepted request, which can be cancelled.
 
         Raises:
             InvalidRequestError, QueueFullError, UnavailableError, LateRequestError: it is refused
@@ -243,9 +217,10 @@ class EngineService(RequestEvents):
             followed = self._request_log.follow(request, arrived_at)
             with self._wake:
                 entry = self._admit(request, arrived_at)
+                accepted = AcceptedRequest(request.key, entry, self._live, sink, followed, recorded)
                 capped = self._degradation.capped(request)
-                self._live[request.key] = AcceptedRequest(entry, sink, followed, recorded)
-                self._post(partial(self._answers.add, capped, arrived_at, digest))
+                self._live.add(accepted)
+                self._post(partial(accepted.compute, capped, arrived_at, digest))
                 if recorded is not None:
                     self._inbox.append(recorded.note_taken_in)
         except CharoniaError as error:
@@ -255,6 +230,7 @@ class EngineService(RequestEvents):
             if recorded is not None:
                 recorded.note_refused(error)
             raise
+        return accepted
 
     def check_tenant(self, params: SamplingParams, num_coming: int) -> None:
         """Refuse a request early that `submit` would refuse whatever its prompt is.
@@ -304,14 +280,6 @@ class EngineService(RequestEvents):
         """Count a request whose client cancelled it before it was submitted."""
         self._post(partial(self.metrics.count, "charonia_cancellations_total"))
 
-    def cancel(self, key: str) -> None:
-        """Cancel a request; a request that is not live is ignored."""
-        self._post(partial(self._answers.cancel, key))
-
-    def cancel_samples(self, key: str, indexes: Collection[int]) -> None:
-        """Cancel samples of a request; samples that are not live are ignored."""
-        self._post(partial(self._answers.cancel_samples, key, indexes))
-
     @property
     def engine_args(self) -> EngineArgs:
         """Arguments of the engine, as last seen."""
@@ -358,8 +326,6 @@ class EngineService(RequestEvents):
         is_too_late = arrived_at >= self._drained_at and not request.is_probe
         if self._is_closing or is_too_late:
             raise ShuttingDownError
-        if request.key in self._live:
-            raise InvalidRequestError("there is a live request with this key")
         if not request.is_probe:
             self._degradation.check(request.params)
         self._gate.follow(self._core.engine_args)
@@ -369,40 +335,18 @@ class EngineService(RequestEvents):
             self._inbox.append(partial(self._give_way, *leaver))
         return entry
 
-    def _give_way(self, entry: Entry, error: CharoniaError) -> None:
-        """End a request that gives way to another one, unless it has started meanwhile."""
-        if entry.is_leaving:
-            self._answers.end(entry.key, error)
-
     def _post(self, call: Callable[[], None]) -> None:
         with self._wake:
             self._inbox.append(call)
             self._wake.notify()
 
-    # ------------------------------------------------------------------ from the answers
-
-    def on_chunk(self, chunk: Chunk) -> None:
-        """See `RequestEvents`."""
-        accepted = self._live[chunk.key]
-        if chunk.is_final:
-            self._gate.leave(accepted.entry)
-            del self._live[chunk.key]
-        accepted.take(chunk)
-
-    def on_started(self, key: str) -> None:
-        """See `RequestEvents`."""
-        accepted = self._live.get(key)
-        if accepted is None:
-            return
-        self._gate.note_started(accepted.entry)
-        if accepted.followed is not None:
-            accepted.followed.note_started()
-
-    def on_joined(self, key: str) -> None:
-        """See `RequestEvents`."""
-        self._gate.note_joined(self._live[key].entry)
-
     # ------------------------------------------------------------------ the thread
+
+    def _give_way(self, entry: Entry, error: CharoniaError) -> None:
+        """End a request that gives way to another one, unless it has started meanwhile."""
+        accepted = self._live.of(entry)
+        if entry.is_leaving and accepted is not None:
+            accepted.end(error)
 
     def _run(self) -> None:
         while not self._is_closing:
@@ -462,11 +406,9 @@ class EngineService(RequestEvents):
         self._core.abandon(error)
         with self._wake:
             # Requests that the core does not know: still in the inbox, or lost from it.
-            left, self._live = self._live, {}
-            self._inbox = []
-        for key, accepted in left.items():
-            self._gate.leave(accepted.entry)
-            accepted.take(Chunk(key, error=error))
+            left, self._inbox = self._live.all(), []
+        for accepted in left:
+            accepted.fail(error)
 
     def _take_inbox(self) -> None:
         with self._wake:

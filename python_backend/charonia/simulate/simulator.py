@@ -25,6 +25,7 @@ from charonia.core.gate.tenants import Tenants
 from charonia.core.generation_request import GenerationRequest
 from charonia.core.output.outputs import Chunk, SampleStream
 from charonia.core.request_events import RequestEvents
+from charonia.core.request_registry import LiveRequest, owner_of
 from charonia.core.service import LOOK_EVERY_S
 from charonia.errors import CharoniaError, ConfigError
 from charonia.protocol import EngineInfo, KVLayout, SamplingParams
@@ -123,17 +124,28 @@ class Served:
         return self.outcome in FINISHED
 
 
-@dataclass(slots=True)
-class Live:
+@dataclass(slots=True, eq=False)
+class Live(RequestEvents):
     """A request that has been admitted and has not ended.
 
     Attributes:
-        entry: of the gate. request: the control plane's; None until it is placed.
+        entry: of the gate. computed: stands for it in the core.
+        request: the control plane's; None until it is placed.
     """
 
+    simulation: "Simulation"
     served: Served
     entry: Entry
+    computed: LiveRequest | None = None
     request: Request | None = None
+
+    def on_chunk(self, chunk: Chunk) -> None:
+        """See `RequestEvents`; its only chunk is its end."""
+        self.simulation.note_end(self, chunk)
+
+    def on_started(self) -> None:
+        """See `RequestEvents`."""
+        self.simulation.note_started(self)
 
 
 class Sample(NamedTuple):
@@ -181,7 +193,7 @@ class Outcome:
             )
 
 
-class Simulation(RequestEvents):
+class Simulation:
     """Runs traffic through one setting.
 
     Args:
@@ -214,7 +226,7 @@ class Simulation(RequestEvents):
         self._gate.follow(setting.engine_args)
         self._looked_at = 0.0
         self._served: list[Served] = []
-        self._live: dict[str, Live] = {}
+        self._live: dict[Entry, Live] = {}
         self._engine = SimulatedExecutor(
             info, StepClock(setting.step_times, setting.seed), self._clock, self._output_length
         )
@@ -223,7 +235,6 @@ class Simulation(RequestEvents):
             setting.engine_args,
             replace(args, min_step_deadline_s=inf),  # no step is so long that this engine hangs
             self._stream_of,
-            self,
             clock=self._clock,
             log=log,
             tenants=tenants,
@@ -315,27 +326,31 @@ class Simulation(RequestEvents):
             self._note_end(served, error.kind)
 
     def _let_in(self, wanted: GenerationRequest, at: float) -> None:
-        limits, key = self._core.limits, wanted.key
+        limits = self._core.limits
         limits.check_prompt(len(wanted.prompt_ids))
         self._degradation.check(wanted.params)
         num_queued = len(self._live) - limits.max_num_seqs
         entry, leaver = self._gate.enter(wanted, at, num_queued=num_queued)
         if leaver is not None:
-            self._core.end(leaver.entry.key, leaver.error)
-        served = self._served[int(key)]
-        self._live[key] = Live(served, entry)
+            leaving = self._live[leaver.entry].computed
+            assert leaving is not None, "it was added before the request that it gives way to"
+            self._core.end(leaving, leaver.error)
+        served = self._served[int(wanted.key)]
+        live = self._live[entry] = Live(self, served, entry)
         self._note_with_next_step(self._service.note_arrival, served.request.tenant)
-        self._core.add(self._degradation.capped(wanted), at)
+        live.computed = self._core.add(self._degradation.capped(wanted), live, at)
 
     # ------------------------------------------------------------------ and go
 
     def _stream_of(self, request: Request, _: SamplingParams) -> "_Counted":
-        self._live[request.key].request = request
-        return _Counted(request, self._note_tokens)
+        owner = owner_of(request.group)
+        live = None if owner is None else owner.events
+        assert isinstance(live, Live)
+        live.request = request
+        return _Counted(request, partial(self._note_tokens, live.served))
 
-    def on_started(self, key: str) -> None:
-        """See `RequestEvents`."""
-        live = self._live[key]
+    def note_started(self, live: Live) -> None:
+        """Note that the first step of a request begins."""
         request = live.request
         assert request is not None, "it starts before it is placed"
         self._gate.note_started(live.entry)
@@ -348,9 +363,9 @@ class Simulation(RequestEvents):
         """Note something of the service with the step that is planned next, or now."""
         self._by_steps.note_with(self._engine.num_steps + 1, partial(note, *args))
 
-    def _note_tokens(self, request: Request, num_new: int) -> None:
+    def _note_tokens(self, served: Served, request: Request, num_new: int) -> None:
         """Note the tokens that a step committed."""
-        now, served = self._clock.now, self._live[request.key].served
+        now = self._clock.now
         if served.first_token_at is None:
             served.first_token_at = now
         else:
@@ -363,9 +378,10 @@ class Simulation(RequestEvents):
         served.num_tokens += num_new
         self._service.note_output(request.tenant, num_new)
 
-    def on_chunk(self, chunk: Chunk) -> None:
-        """See `RequestEvents`; a request's only chunk is its end."""
-        live = self._live.pop(chunk.key)
+    def note_end(self, live: Live, chunk: Chunk) -> None:
+        """Note the end of a request."""
+        del self._live[live.entry]
+        live.computed = None
         served = live.served
         if served.started_at is None:
             self._note_with_next_step(self._service.note_start, served.request.tenant)

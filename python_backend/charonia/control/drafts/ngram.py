@@ -55,7 +55,7 @@ class NgramDrafter:
     def __init__(self, prompt_lookup_min: int, prompt_lookup_max: int) -> None:
         self._min = prompt_lookup_min
         self._max = prompt_lookup_max
-        self._indices: dict[str, _Index] = {}
+        self._indices: dict[Request, _Index] = {}
         self._allowance = MAX_CATCH_UP
 
     def begin_step(self) -> None:
@@ -64,9 +64,9 @@ class NgramDrafter:
 
     def propose(self, request: Request, max_tokens: int) -> list[int]:
         """`max_tokens` (>= 1) token ids that may follow; none if no n-gram occurred before."""
-        index = self._indices.get(request.key)
+        index = self._indices.get(request)
         if index is None:
-            index = self._indices[request.key] = _Index()
+            index = self._indices[request] = _Index()
         token_ids = request.token_ids
         self._catch_up(index, token_ids)
         for n in range(self._max, self._min - 1, -1):
@@ -77,7 +77,7 @@ class NgramDrafter:
 
     def forget(self, request: Request) -> None:
         """Drop the request's index, if it has one."""
-        self._indices.pop(request.key, None)
+        self._indices.pop(request, None)
 
     def _catch_up(self, index: _Index, token_ids: list[int]) -> None:
         """Index n-grams that end before the last token; a later end replaces an earlier one."""

@@ -223,7 +223,7 @@ class _Generation:
     def __init__(self) -> None:
         self._token_ids: list[int] = []
         self._automaton = SuffixAutomaton()
-        self._cursors: dict[str, _Cursor] = {}
+        self._cursors: dict[Request, _Cursor] = {}
 
     def has_room(self, num_tokens: int) -> bool:
         """Return whether a response of `num_tokens` tokens fits."""
@@ -239,10 +239,10 @@ class _Generation:
     def match(self, request: Request) -> tuple[int, int]:
         """Length of the longest suffix of the request that continues here, and the position."""
         automaton, token_ids = self._automaton, request.token_ids
-        cursor = self._cursors.get(request.key)
+        cursor = self._cursors.get(request)
         if cursor is None or len(token_ids) - cursor.num_read > MAX_CURSOR_LAG:
             cursor = _Cursor(max(0, len(token_ids) - MAX_CURSOR_LAG))
-            self._cursors[request.key] = cursor
+            self._cursors[request] = cursor
         state, length = automaton.settle(cursor.state, cursor.length), cursor.length
         for token in token_ids[cursor.num_read :]:
             state, length = automaton.advance(state, length, token)
@@ -258,7 +258,7 @@ class _Generation:
 
     def forget(self, request: Request) -> None:
         """Drop the request's cursor."""
-        self._cursors.pop(request.key, None)
+        self._cursors.pop(request, None)
 
 
 class SuffixDrafter:
@@ -269,7 +269,7 @@ class SuffixDrafter:
     """
 
     def __init__(self) -> None:
-        self._own: dict[str, SuffixAutomaton] = {}
+        self._own: dict[Request, SuffixAutomaton] = {}
         self._scopes: OrderedDict[bytes, list[_Generation]] = OrderedDict()  # newest first
         self._ended: deque[tuple[bytes, list[int]]] = deque(maxlen=MAX_UNINDEXED)
         self._allowance = MAX_CATCH_UP
@@ -299,7 +299,7 @@ class SuffixDrafter:
 
     def forget(self, request: Request) -> None:
         """Drop the request's index, and keep its response as a template for its scope."""
-        self._own.pop(request.key, None)
+        self._own.pop(request, None)
         for generation in self._used_scope(request.cache_scope):
             generation.forget(request)
         if request.num_generated >= MIN_RESPONSE_TOKENS:
@@ -309,9 +309,9 @@ class SuffixDrafter:
 
     def _repeated(self, request: Request) -> tuple[int, int]:
         """Longest suffix that occurred in the request before; none until its index is complete."""
-        own = self._own.get(request.key)
+        own = self._own.get(request)
         if own is None:
-            own = self._own[request.key] = SuffixAutomaton()
+            own = self._own[request] = SuffixAutomaton()
         end = own.num_tokens + max(self._allowance, MIN_CATCH_UP)
         new = request.token_ids[own.num_tokens : end]
         own.extend(new)

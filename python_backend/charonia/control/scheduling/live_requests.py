@@ -25,6 +25,7 @@ from charonia.control.scheduling.rows import Rows
 from charonia.control.state.limits import Limits
 from charonia.control.state.request import Group, Request
 from charonia.control.state.stats import SchedulerStats
+from charonia.errors import InvalidRequestError
 from charonia.protocol import BlockCopy
 
 
@@ -105,8 +106,10 @@ class LiveRequests:
         """Add a request. All but the first of a group are parked until the prompt is computed.
 
         Raises:
-            InvalidRequestError: its prompt is empty or too long.
+            InvalidRequestError: its prompt is empty or too long, or its key belongs to a live one.
         """
+        if request.key in self.by_key:
+            raise InvalidRequestError("there is a live request with this key")
         self._limits.check_prompt(request.num_prompt)
         request.max_known = _max_known(request, self._limits)
         request.number = self._next_number

@@ -52,6 +52,7 @@ class Group:
     Attributes:
         key: its name, which is also the key of its first request.
         observer: is told of each step that computes for a member; None if nobody wants to know.
+        owner: whatever its caller has of the client's request; nobody here looks at it.
         members: requests that have not ended.
         leader: the member that computes the prompt, until it is computed.
         parked: members that wait for the prompt, in order.
@@ -59,6 +60,7 @@ class Group:
 
     key: str = ""
     observer: StepObserver | None = None
+    owner: object = None
     members: list["Request"] = field(default_factory=list)
     leader: "Request | None" = None
     parked: list["Request"] = field(default_factory=list)

@@ -8,7 +8,7 @@ kept_answers          cached answers, and their prompts' vectors
 answer_store          the answers, bounded by bytes and age
 """
 
-from charonia.core.answers.answer_cache import AnswerCache
+from charonia.core.answers.answer_cache import AnswerCache, Computed
 from charonia.core.answers.similar import PromptIndex, SimilarPrompts
 
-__all__ = ["AnswerCache", "PromptIndex", "SimilarPrompts"]
+__all__ = ["AnswerCache", "Computed", "PromptIndex", "SimilarPrompts"]

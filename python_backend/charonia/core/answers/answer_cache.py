@@ -42,6 +42,7 @@ from charonia.core.engine_core import EngineCore
 from charonia.core.generation_request import GenerationRequest
 from charonia.core.output.outputs import Chunk
 from charonia.core.request_events import RequestEvents
+from charonia.core.request_registry import LiveRequest
 from charonia.errors import (
     CharoniaError,
     RequestCancelledError,
@@ -49,44 +50,38 @@ from charonia.errors import (
 )
 from charonia.protocol import EngineInfo
 
-SHARED = "/shared"
-"""Suffix of the core's keys of shared computations."""
+Computed = LiveRequest | Subscriber
+"""A request that was added: it is computed alone, or its answer is shared or cached."""
 
 
-class AnswerCache(RequestEvents):
-    """Answers requests from the cache, or has the core compute them and gets its events.
+class AnswerCache:
+    """Answers requests from the cache, or has the core compute them.
 
     Args:
-        make_core: makes the core; its argument receives the core's events.
-        events: gets the events of each request.
+        core: computes the requests.
         clock: monotonic, in seconds. log: takes one line.
         similar: finds prompts of similar meaning; None if only equal prompts count.
-
-    Attributes:
-        core: computes the requests.
     """
 
     def __init__(
         self,
-        make_core: Callable[[RequestEvents], EngineCore],
+        core: EngineCore,
         args: SchedulerArgs,
-        events: RequestEvents,
         *,
         clock: Callable[[], float],
         log: Callable[[str], None],
         similar: SimilarPrompts | None = None,
     ) -> None:
-        self.core = make_core(self)
+        self._core = core
         self._is_on = args.answer_cache_bytes is not None
-        self._metrics = self.core.metrics
+        self._metrics = self._core.metrics
         self._kept = KeptAnswers(args, self._metrics, similar)
-        self._events = events
         self._clock = clock
         self._threshold = args.semantic_cache_threshold or 1.0
-        self._computations: dict[str, SharedComputation] = {}  # by the core's key
+        self._computations: dict[SharedComputation, None] = {}
         self._num_computations = 0  # so far
         self._joinable: dict[bytes, SharedComputation] = {}  # by the answer's key
-        self._subscribers = Subscribers(self._metrics, self.core.attainment, clock=clock, log=log)
+        self._subscribers = Subscribers(self._metrics, self._core.attainment, clock=clock, log=log)
         self._maybe_deserted: list[SharedComputation] = []
         self._seen: tuple[EngineInfo, EngineArgs, int] | None = None
         self._revision: bytes | None = None
@@ -101,18 +96,27 @@ class AnswerCache(RequestEvents):
         is_cacheable = self._is_on and request.params.use_answer_cache and is_determined(request)
         return prompt_digest(request.prompt_ids) if is_cacheable and not request.is_probe else None
 
-    def add(self, request: GenerationRequest, arrived_at: float, digest: bytes | None) -> None:
+    def add(
+        self,
+        request: GenerationRequest,
+        events: RequestEvents,
+        arrived_at: float,
+        digest: bytes | None,
+    ) -> Computed:
         """Add a checked request; its outcome comes by events.
 
         Args:
+            events: receives them.
             arrived_at: its arrival, by the clock. digest: see `digest_of`.
+
+        Returns:
+            Stands for it in calls that follow. It may have ended already.
         """
         self._look()
         if self._revision is None or digest is None:
-            self.core.add(request, arrived_at)
-            return
+            return self._core.add(request, events, arrived_at)
         key = scope_of(request.params, self._revision) + digest
-        subscriber = Subscriber(request, arrived_at)
+        subscriber = Subscriber(request, events, arrived_at)
         answer = self._kept_for(key, request)
         if answer is not None:
             self._metrics.count("charonia_answer_cache_hits_total", label="exact")
@@ -121,46 +125,47 @@ class AnswerCache(RequestEvents):
             self._join(subscriber, shared)
         else:
             self._begin(subscriber, key)
+        return subscriber
 
-    def cancel(self, key: str) -> None:
-        """Cancel a request for its client; a request that is not live is ignored."""
-        subscriber = self._subscribers.get(key)
-        if subscriber is None:
-            self.core.cancel(key)
-            return
-        shared = subscriber.computation
-        if shared.is_computed and len(shared.subscribers) == 1:
-            self.core.cancel(shared.key)  # the core also sends text that was held back
-        else:
-            self._leave(subscriber, RequestCancelledError("the request was cancelled"))
-        self._subscribers.note_cancelled(subscriber)
+    def cancel(self, computed: Computed) -> None:
+        """Cancel a request for its client; one that has ended is ignored."""
+        if isinstance(computed, LiveRequest):
+            self._core.cancel(computed)
+        elif computed in self._subscribers:
+            if (live := computed.live_alone) is not None:
+                self._core.cancel(live)  # the core also sends text that was held back
+            else:
+                self._leave(computed, RequestCancelledError("the request was cancelled"))
+            self._subscribers.note_cancelled(computed)
 
-    def end(self, key: str, error: CharoniaError) -> None:
-        """End a request with an error; a request that is not live is ignored."""
-        subscriber = self._subscribers.get(key)
-        if subscriber is None:
-            self.core.end(key, error)
-        elif (shared := subscriber.computation).is_computed and len(shared.subscribers) == 1:
-            self.core.end(shared.key, error)
-        else:
-            self._leave(subscriber, error)
+    def end(self, computed: Computed, error: CharoniaError) -> None:
+        """End a request with an error; one that has ended is ignored."""
+        if isinstance(computed, LiveRequest):
+            self._core.end(computed, error)
+        elif computed in self._subscribers:
+            if (live := computed.live_alone) is not None:
+                self._core.end(live, error)
+            else:
+                self._leave(computed, error)
 
-    def cancel_samples(self, key: str, indexes: Collection[int]) -> None:
+    def cancel_samples(self, computed: Computed, indexes: Collection[int]) -> None:
         """Cancel some samples of a request, without an error; see the core's method."""
-        subscriber = self._subscribers.get(key)
-        if subscriber is None:
-            self.core.cancel_samples(key, indexes)
-            return
-        params, shared = subscriber.request.params, subscriber.computation
+        if isinstance(computed, LiveRequest):
+            self._core.cancel_samples(computed, indexes)
+        elif computed in self._subscribers:
+            self._cancel_samples(computed, indexes)
+
+    def _cancel_samples(self, subscriber: Subscriber, indexes: Collection[int]) -> None:
+        params = subscriber.request.params
         wanted = subscriber.open.intersection(indexes)
         if not wanted or params.num_samples > params.n:  # the best are not known yet
             return
-        if shared.is_computed and len(shared.subscribers) == 1:
-            self._close_to_others(shared)
+        if (live := subscriber.live_alone) is not None:
+            self._close_to_others(subscriber.computation)
             # Includes samples that only former subscribers wanted: the core must see the last one
             # end.
             left = subscriber.open.difference(wanted)
-            self.core.cancel_samples(shared.key, set(range(params.n)) - left)
+            self._core.cancel_samples(live, set(range(params.n)) - left)
         else:
             self._leave(subscriber, None, wanted)
         if not subscriber.open and subscriber.reason == "cancelled":
@@ -168,8 +173,8 @@ class AnswerCache(RequestEvents):
 
     def close(self) -> None:
         """End the computations that the core does not have; the core ends the others."""
-        for shared in list(self._computations.values()):
-            for subscriber in [] if shared.is_computed else list(shared.subscribers):
+        for shared in list(self._computations):
+            for subscriber in list(shared.subscribers) if shared.live is None else []:
                 self._leave(subscriber, ShuttingDownError())
 
     def abandon(self, error: CharoniaError) -> None:
@@ -179,8 +184,6 @@ class AnswerCache(RequestEvents):
         """
         self._computations, self._joinable, self._maybe_deserted = {}, {}, []
         self._subscribers.abandon(error)
-
-    # ------------------------------------------------------------------ from the core
 
     def refresh(self) -> None:
         """Drop what is too old, and note whether another engine serves.
@@ -195,30 +198,25 @@ class AnswerCache(RequestEvents):
             self._end_deserted()
         self._kept.show_metrics()
 
-    def on_started(self, key: str) -> None:
-        """See `RequestEvents`."""
-        shared = self._computations.get(key)
-        if shared is None:
-            self._events.on_started(key)
-        elif shared.started_at is None:
+    # ------------------------------------------------------------------ from the core
+
+    def note_started(self, shared: SharedComputation) -> None:
+        """Note that the first step of a computation, or of one of its samples, begins."""
+        if shared in self._computations and shared.started_at is None:
             shared.started_at = self._clock()
             for subscriber in shared.subscribers:
-                self._events.on_started(subscriber.key)
+                subscriber.events.on_started()
 
-    def on_first_token(self, key: str) -> None:
-        """See `RequestEvents`."""
-        shared = self._computations.get(key)
-        if shared is not None:
+    def note_first_token(self, shared: SharedComputation) -> None:
+        """Note that a computation has its first token."""
+        if shared in self._computations:
             shared.has_token = True
             for subscriber in shared.subscribers:
                 self._subscribers.note_first_token(subscriber)
 
-    def on_chunk(self, chunk: Chunk) -> None:
-        """See `RequestEvents`; a chunk goes to all subscribers of its sample."""
-        shared = self._computations.get(chunk.key)
-        if shared is None:
-            if not chunk.key.endswith(SHARED):
-                self._events.on_chunk(chunk)
+    def take(self, shared: SharedComputation, chunk: Chunk) -> None:
+        """Take a chunk of a computation; it goes to all subscribers of its sample."""
+        if shared not in self._computations:
             return
         now = self._clock()
         if chunk.ends_sample:
@@ -239,7 +237,7 @@ class AnswerCache(RequestEvents):
         Without an engine the last revision stays: a computation that begins now is kept only if the
         next engine has the same one.
         """
-        core = self.core
+        core = self._core
         if not (self._is_on and core.is_up):
             return
         info, args, limits = core.info, core.engine_args, core.limits
@@ -253,11 +251,11 @@ class AnswerCache(RequestEvents):
         if revision != self._revision:
             self._revision = revision
             self._joinable.clear()
-            for shared in self._computations.values():
+            for shared in self._computations:
                 shared.is_own = False
 
     def _kept_for(self, key: bytes, request: GenerationRequest) -> Answer | None:
-        if not self.core.is_up:  # the next engine may be another one
+        if not self._core.is_up:  # the next engine may be another one
             return None
         return self._kept.get(key, request, self._clock())
 
@@ -272,7 +270,7 @@ class AnswerCache(RequestEvents):
 
     def _has_order(self, request: GenerationRequest) -> bool:
         """Return whether a deadline orders a request in the queue; such requests don't join."""
-        is_by_deadline = self.core.engine_args.scheduling_policy == "deadline"
+        is_by_deadline = self._core.engine_args.scheduling_policy == "deadline"
         return is_by_deadline and request.params.deadline_ms is not None
 
     def _begin(self, subscriber: Subscriber, answer_key: bytes) -> None:
@@ -280,15 +278,13 @@ class AnswerCache(RequestEvents):
         may_join = not self._has_order(request)
         # The first request may leave, and another one may arrive with the same key.
         self._num_computations += 1
-        name = f"{request.key}/{self._num_computations}{SHARED}"
+        name = f"{request.key}/{self._num_computations}/shared"
         computed = replace(request, key=name, is_shared=True, timeout_s=None)
         if may_join:
             params = msgspec.structs.replace(request.params, deadline_ms=None)
             computed = replace(computed, params=params)
-        shared = SharedComputation(
-            computed.key, answer_key, computed, arrived_at, leader=subscriber
-        )
-        self._computations[shared.key] = shared
+        shared = SharedComputation(answer_key, computed, arrived_at, leader=subscriber)
+        self._computations[shared] = None
         if may_join:
             self._joinable[answer_key] = shared
         self._subscribe(subscriber, shared)
@@ -297,12 +293,13 @@ class AnswerCache(RequestEvents):
 
     def _compute(self, shared: SharedComputation) -> None:
         self._metrics.count("charonia_answer_cache_misses_total")
-        shared.is_computed = True
-        self.core.add(shared.request, shared.arrived_at)
+        shared.live = self._core.add(
+            shared.request, _ComputationEvents(self, shared), shared.arrived_at
+        )
 
     def _settle(self, shared: SharedComputation, match: Match | None) -> None:
         """Take the answer of the most similar prompt, or compute one."""
-        if self._computations.get(shared.key) is not shared:
+        if shared not in self._computations:
             return  # all subscribers have left
         self._look()
         answer = None
@@ -322,7 +319,7 @@ class AnswerCache(RequestEvents):
     def _join(self, subscriber: Subscriber, shared: SharedComputation) -> None:
         self._metrics.count("charonia_answer_cache_hits_total", label="joined")
         self._subscribe(subscriber, shared)
-        self._events.on_joined(subscriber.key)
+        subscriber.events.on_joined()
         if shared.has_token:
             self._subscribers.note_first_token(subscriber)
         now = self._clock()
@@ -348,11 +345,11 @@ class AnswerCache(RequestEvents):
                 shared.subscribers.remove(subscriber)
                 self._maybe_deserted.append(shared)
             self._subscribers.end(subscriber, own, now)
-        self._events.on_chunk(own)
+        subscriber.events.on_chunk(own)
 
     def _give_whole(self, subscriber: Subscriber, answer: Answer, source: Source) -> None:
         """Deliver a cached answer."""
-        self._events.on_joined(subscriber.key)
+        subscriber.events.on_joined()
         now = self._clock()
         waited_s = now - subscriber.arrived_at
         timing = timing_of_cached(source, waited_s, waited_s, waited_s)
@@ -364,7 +361,7 @@ class AnswerCache(RequestEvents):
             if own.is_final:
                 own = msgspec.structs.replace(own, timing=timing)
                 self._subscribers.end(subscriber, own, now)
-            self._events.on_chunk(own)
+            subscriber.events.on_chunk(own)
 
     # ------------------------------------------------------------------ ends
 
@@ -376,7 +373,7 @@ class AnswerCache(RequestEvents):
 
     def _drop(self, shared: SharedComputation) -> None:
         """Forget a computation."""
-        del self._computations[shared.key]
+        del self._computations[shared]
         self._close_to_others(shared)
 
     def _close_to_others(self, shared: SharedComputation) -> None:
@@ -388,21 +385,21 @@ class AnswerCache(RequestEvents):
         """End the requests that have timed out."""
         for subscriber, is_until_start in self._subscribers.take_due(now):
             has_started = subscriber.computation.started_at is not None
-            error = self.core.overdue(is_until_start=is_until_start, has_started=has_started)
+            error = self._core.overdue(is_until_start=is_until_start, has_started=has_started)
             if error is not None:
-                self.end(subscriber.key, error)
+                self.end(subscriber, error)
 
     def _end_deserted(self) -> None:
         """End samples, and whole computations, that no subscriber wants."""
         computations, self._maybe_deserted = dict.fromkeys(self._maybe_deserted), []
         for shared in computations:
-            if not shared.is_computed:
+            if shared.live is None:
                 continue
             if not shared.subscribers:
-                self.core.end(shared.key, RequestCancelledError("nobody wants the other samples"))
+                self._core.end(shared.live, RequestCancelledError("nobody wants the other samples"))
             elif unwanted := shared.open.difference(*(one.open for one in shared.subscribers)):
                 self._close_to_others(shared)
-                self.core.cancel_samples(shared.key, unwanted)
+                self._core.cancel_samples(shared.live, unwanted)
 
     def _leave(
         self,
@@ -426,4 +423,26 @@ class AnswerCache(RequestEvents):
         for chunk in subscriber.end(indexes, error, subscriber.timing_so_far(now)):
             if chunk.is_final:
                 self._subscribers.end(subscriber, chunk, now)
-            self._events.on_chunk(chunk)
+            subscriber.events.on_chunk(chunk)
+
+
+class _ComputationEvents(RequestEvents):
+    """Receives the events of a computation."""
+
+    def __init__(self, answers: AnswerCache, shared: SharedComputation) -> None:
+        self._answers = answers
+        self._shared = shared
+
+    def on_chunk(self, chunk: Chunk) -> None:
+        """See `RequestEvents`."""
+        self._answers.take(self._shared, chunk)
+        if chunk.is_final:
+            self._shared.live = None
+
+    def on_started(self) -> None:
+        """See `RequestEvents`."""
+        self._answers.note_started(self._shared)
+
+    def on_first_token(self) -> None:
+        """See `RequestEvents`."""
+        self._answers.note_first_token(self._shared)

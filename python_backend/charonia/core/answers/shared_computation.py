@@ -18,6 +18,8 @@ from msgspec.structs import replace
 from charonia.core.answers.answer_store import Piece, Pieces
 from charonia.core.generation_request import GenerationRequest
 from charonia.core.output.outputs import Chunk, Timing
+from charonia.core.request_events import RequestEvents
+from charonia.core.request_registry import LiveRequest
 from charonia.errors import CharoniaError
 from charonia.protocol import FinishReason
 
@@ -92,14 +94,17 @@ class Subscriber:
     """A client's request that is answered from a shared computation or from the cache.
 
     Attributes:
-        arrived_at: its arrival, in seconds.
+        events: receives what becomes of it.
+        arrived_at: its arrival, in seconds. number: see `LiveEntry`.
         open: its samples that have not ended. reason: finish reason of the last sample that was not
             cancelled; "cancelled" without one.
         first_at: when its first token was there, even if it was held back.
     """
 
     request: GenerationRequest
+    events: RequestEvents
     arrived_at: float
+    number: int = 0
     _computation: "SharedComputation | None" = None
     open: set[int] = field(default_factory=set)
     reason: FinishReason = "cancelled"
@@ -121,13 +126,23 @@ class Subscriber:
     @property
     def computation(self) -> "SharedComputation":
         """The computation whose chunks it gets."""
-        assert self._computation is not None, "it gets an answer that was kept"
+        assert self._computation is not None, "it gets an answer that was kept, or has ended"
         return self._computation
+
+    @property
+    def live_alone(self) -> LiveRequest | None:
+        """Its computation in the core, if it is there and nobody else wants it."""
+        shared = self.computation
+        return shared.live if len(shared.subscribers) == 1 else None
 
     def join(self, computation: "SharedComputation") -> None:
         """Subscribe to a computation."""
         self._computation = computation
         computation.subscribers.append(self)
+
+    def leave(self) -> None:
+        """Let go of the computation, which refers to it."""
+        self._computation = None
 
     @property
     def num_tokens(self) -> int:
@@ -210,25 +225,24 @@ class SharedComputation:
     """A computation for all clients that sent an equal request.
 
     Attributes:
-        key: its key in the core. answer_key: the key of its answer in the cache.
+        answer_key: the key of its answer in the cache.
         request: the request that is computed. arrived_at: arrival of the first one, in seconds.
         leader: the first subscriber; it may have left.
         open: the samples that have not ended.
         is_own: whether all its tokens come from the model revision that it began with.
-        is_computed: whether the core has it; False while a similar prompt is looked for.
+        live: stands for it in the core; None while a similar prompt is looked for.
         vector: of its prompt, if one was computed.
         pieces: its output so far, without errors. started_at: when its first step began.
         has_token: whether it has a first token.
     """
 
-    key: str
     answer_key: bytes
     request: GenerationRequest
     arrived_at: float
     leader: Subscriber
     open: set[int] = field(default_factory=set)
     is_own: bool = True
-    is_computed: bool = False
+    live: LiveRequest | None = None
     vector: Any = None
     subscribers: list[Subscriber] = field(default_factory=list)
     pieces: Pieces = field(default_factory=Pieces)

@@ -15,7 +15,7 @@ from charonia.metrics.metrics import Metrics
 
 
 class Subscribers(LiveEntries[Subscriber]):
-    """All subscribers, by the keys of their requests.
+    """All subscribers.
 
     Args:
         clock: monotonic, in seconds. log: takes one line.
@@ -50,6 +50,11 @@ class Subscribers(LiveEntries[Subscriber]):
         """Remove and count a request with its last chunk; it may have had a cached answer."""
         reason = subscriber.reason if last.error is None else last.error.kind
         self._end(subscriber, reason, now)
+
+    def _end(self, entry: Subscriber, reason: str, now: float) -> None:
+        """See `LiveEntries`."""
+        super()._end(entry, reason, now)
+        entry.leave()
 
     def abandon(self, error: CharoniaError) -> None:
         """Remove all, and count them as ended with an error."""

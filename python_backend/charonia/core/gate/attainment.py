@@ -19,7 +19,13 @@ _CANCELLED = "cancelled"
 
 
 class LiveEntry(Protocol):
-    """An accepted request, as far as its end is counted."""
+    """An accepted request, as far as its end is counted.
+
+    Attributes:
+        number: its number among those that were added with it, from 1; 0 before that.
+    """
+
+    number: int
 
     @property
     def request(self) -> GenerationRequest:

@@ -8,14 +8,29 @@ other limits. Must not know how an engine is loaded, nor which clients wait.
                              the old configuration is loaded again ◄───────┘──► failed
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from charonia.control import Limits, Request, Scheduler
 from charonia.protocol import EngineInfo
 
 Phase = Literal["waiting", "draining", "loading", "done", "failed"]
+
+
+class Configuration(Protocol):
+    """The engine's configuration, where its next load finds it. Every method may raise OSError."""
+
+    def install(self) -> None:
+        """Replace the old one; if that fails, the old one is kept."""
+        ...
+
+    def restore(self) -> object:
+        """Undo that."""
+        ...
+
+    def settle(self) -> None:
+        """Make it permanent, since an engine serves with it."""
+        ...
 
 
 @dataclass
@@ -26,9 +41,7 @@ class Reload:
     `is_cancelled`, and call `fail` for an order that is refused before that thread has seen it.
 
     Attributes:
-        install: installs the new configuration for the next load; raises OSError and keeps the old
-            one if it fails. restore: undoes that. settle: makes it permanent, once an engine serves
-            with it. Both may raise OSError, too.
+        configuration: the new one.
         drain: whether live requests finish on the old engine first.
         phase: progress. seconds: from the old engine's last step to the end, once it is over.
         num_live: while draining, requests that must finish first; when done, requests that went on.
@@ -37,9 +50,7 @@ class Reload:
         is_cancelled: set by the operator's side, to cancel it while it is draining.
     """
 
-    install: Callable[[], None]
-    restore: Callable[[], object]
-    settle: Callable[[], None]
+    configuration: Configuration
     drain: bool = False
     phase: Phase = "waiting"
     seconds: float = 0.0
@@ -73,7 +84,7 @@ class Reload:
         if self._began_at is None:
             return reason
         try:
-            self.restore()
+            self.configuration.restore()
         except OSError as error:
             return f"{reason}; the old configuration cannot be restored: {error.strerror}"
         return reason

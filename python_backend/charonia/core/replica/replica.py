@@ -20,6 +20,7 @@ import msgspec
 
 from charonia.config import EngineArgs, SchedulerArgs
 from charonia.control import (
+    Group,
     Late,
     Limits,
     LoadShedding,
@@ -51,13 +52,13 @@ from charonia.protocol import EngineInfo, Executor, Opening
 
 
 class ReplicaEvents(Protocol):
-    """Receives the events of a replica's requests, by the keys of their groups."""
+    """Receives the events of a replica's requests, by their groups."""
 
-    def on_started(self, key: str) -> None:
+    def on_started(self, group: Group) -> None:
         """The first step of a request begins."""
         ...
 
-    def on_failed(self, key: str, error: CharoniaError) -> None:
+    def on_failed(self, group: Group, error: CharoniaError) -> None:
         """A request cannot go on here. It must be ended now, with `finish` of all its samples."""
         ...
 
@@ -210,11 +211,11 @@ class Replica:
             steps.begin_plan(now)
             plan = scheduler.plan(now)
             for late in scheduler.take_late():
-                self._events.on_failed(late.request.group.key, _late_error(late))
+                self._events.on_failed(late.request.group, _late_error(late))
             if plan is None:
                 return
             for request in scheduler.take_started():
-                self._events.on_started(request.group.key)
+                self._events.on_started(request.group)
             if (began_at := steps.submit(plan)) is not None:
                 steps.set_plan_time(began_at, may_plan_ahead=scheduler.may_plan_ahead)
 
@@ -297,7 +298,7 @@ class Replica:
         if self._search.is_under_way or not self.recovery.may(Event.ORDERED):
             return
         try:
-            reload.install()
+            reload.configuration.install()
         except OSError as error:
             reload.fail(f"the new configuration cannot be written: {error.strerror}")
             return
@@ -391,7 +392,7 @@ class Replica:
         self._start_over()
         if guilty is not None:
             quarantine = "the request stops the engine each time it runs"
-            self._events.on_failed(guilty.group.key, RequestQuarantinedError(quarantine))
+            self._events.on_failed(guilty.group, RequestQuarantinedError(quarantine))
         self._fail_all_if_down()
 
     def _start_over(self) -> None:
@@ -406,7 +407,7 @@ class Replica:
         limits = limits_of(info, args, self._log)
         for request in self._schedulers.requests:
             if reason := misfit(request, info, limits):
-                self._events.on_failed(request.group.key, UnavailableError(reason))
+                self._events.on_failed(request.group, UnavailableError(reason))
         is_like_before = self._scheduler is not None and args == self.engine_args
         if not is_like_before:
             self._steps.forget_times()
@@ -421,7 +422,7 @@ class Replica:
             reload.fail(reload.reason, self._clock())
             return
         try:
-            reload.settle()
+            reload.configuration.settle()
         except OSError as error:
             self._log(warning_event("engine_reload_unsettled", reason=error.strerror))
         reload.num_live = self._num_live
@@ -447,7 +448,7 @@ class Replica:
         """Fail all live requests if no engine is expected."""
         if self.recovery.down_reason is not None:
             for request in self._schedulers.requests:
-                self._events.on_failed(request.group.key, self.recovery.unavailable)
+                self._events.on_failed(request.group, self.recovery.unavailable)
 
 
 def _late_error(late: Late) -> LateRequestError:

@@ -37,7 +37,7 @@ from charonia.serving.messages.reload import (
     check_same_tokenizer,
     fingerprint_tokenizer,
 )
-from charonia.serving.requests.intake import Intake, Pipeline
+from charonia.serving.requests.intake import Intake
 from charonia.serving.requests.queue_limit import QueueLimit
 from charonia.serving.requests.raw_request import RawRequest
 from charonia.serving.requests.request_key import Sealer
@@ -179,7 +179,6 @@ class SchedulerHost:
             self._tokenizer,
             scheduler_args.num_sender_threads,
             QueueLimit(2 * most_requests, scheduler_args.max_queue_bytes),
-            Pipeline(self._tokenizing, self._service),
             log=log,
             stream_interval=scheduler_args.stream_interval,
         )

@@ -96,7 +96,6 @@ class TokenizerHost:
             limit = read_time_limit(raw)
             self._tokenizing.submit(
                 Prompt(
-                    key=str(id(responder)),
                     encode=partial(self._encode, text),
                     num_bytes=raw.num_bytes,
                     expires_at=None if limit is None else arrived_at + limit.seconds,

@@ -19,6 +19,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -175,13 +176,7 @@ class ReloadServer:
             check_same_tokenizer(fingerprint_tokenizer(before), after)
             check_same_kv_events(before, after)
             text = msgspec.json.format(msgspec.json.encode(order.values)) + b"\n"
-            file = self._model_file
-            reload = Reload(
-                install=partial(install, file, text),
-                restore=partial(restore, file),
-                settle=partial(settle, file),
-                drain=order.drain,
-            )
+            reload = Reload(NewModelFile(self._model_file, text), order.drain)
             self._orders.append(reload)
             self._reloadable.reload(reload)
             return len(self._orders) - 1
@@ -248,6 +243,26 @@ def check_same_kv_events(before: EngineArgs, after: EngineArgs) -> None:
             "kv_events_config differs: its endpoints are the scheduler's, which goes on with the"
             " new engine; start the server anew for it"
         )
+
+
+@dataclass(frozen=True)
+class NewModelFile:
+    """A new model.json, see `Configuration`."""
+
+    path: Path
+    content: bytes
+
+    def install(self) -> None:
+        """Replace the old one."""
+        install(self.path, self.content)
+
+    def restore(self) -> bool:
+        """Restore the old one."""
+        return restore(self.path)
+
+    def settle(self) -> None:
+        """Remove the old one."""
+        settle(self.path)
 
 
 def install(model_file: Path, content: bytes) -> None:

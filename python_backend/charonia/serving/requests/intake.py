@@ -22,7 +22,7 @@ from charonia.config import EngineArgs
 from charonia.core.generation_request import GenerationRequest
 from charonia.core.output.outputs import Chunk
 from charonia.core.request_log import RequestLog
-from charonia.core.service import EngineService, Sink
+from charonia.core.service import EngineService
 from charonia.errors import (
     CharoniaError,
     CheckpointError,
@@ -47,6 +47,7 @@ from charonia.serving.requests.probing import Prober
 from charonia.serving.requests.raw_request import Outputs, RawRequest
 from charonia.serving.requests.request_key import Sealer
 from charonia.serving.requests.responders import LogFields, Responder, failing_with_errors
+from charonia.serving.requests.session import Session
 from charonia.serving.requests.sessions import Sessions
 from charonia.serving.requests.tensors import INTERNAL_ERROR
 from charonia.serving.requests.tokenizing import INLINE_CHARACTERS, Prompt, Tokenizing
@@ -60,20 +61,18 @@ NOTHING: Outputs = {"text_output": [""]}
 
 
 @dataclass(frozen=True)
-class Pipeline:
-    """The source of chunks: tokenizing first, then the engine service."""
+class _Tokenized:
+    """A request whose texts are tokenized; see `ChunkSource`."""
 
     tokenizing: Tokenizing
-    service: EngineService
+    prompt: Prompt[GenerationRequest]
 
-    def cancel(self, key: str) -> None:
-        """Cancel a request, wherever it is."""
-        if not self.tokenizing.cancel(key):
-            self.service.cancel(key)
+    def cancel(self) -> None:
+        """Cancel the request."""
+        self.tokenizing.cancel(self.prompt)
 
-    def cancel_samples(self, key: str, indexes: Collection[int]) -> None:
-        """Cancel samples of a request, once it is tokenized."""
-        self.service.cancel_samples(key, indexes)
+    def cancel_samples(self, indexes: Collection[int]) -> None:
+        """Nothing: the next source is told of them."""
 
 
 class Intake:
@@ -168,11 +167,11 @@ class Intake:
     def _cancel_named(self, call: CancelCall) -> None:
         """Cancel all requests of an id and tenant, or their samples, here and on their way."""
         self._cancellations.note(call.request_id, call.tenant, call.samples)
-        for key in self._sessions.find(call.request_id, call.tenant):
+        for session in self._sessions.find(call.request_id, call.tenant):
             if call.samples is None:
-                self._sessions.cancel(key)
+                self._sessions.cancel(session)
             else:
-                self._sessions.cancel_samples(key, call.samples)
+                self._sessions.cancel_samples(session, call.samples)
 
     def _limits(self) -> PromptLimits:
         """Limits of prompts; the widest ones while there is no engine."""
@@ -230,7 +229,7 @@ class Intake:
             self._check_drafts(call)
             self._check_length(1 if call.prompt_ids is None else call.prompt_ids.size)
             request = self._tokenize(call, trace) if _is_short(call) else None
-            sink = self._sessions.open(
+            session = self._sessions.open(
                 call.key,
                 call.options,
                 partial(self._echo, call),
@@ -242,24 +241,24 @@ class Intake:
                 trace=trace,
                 trace_id=call.trace_id,
             )
-        self._cancel_as_noted(call, arrived_at)
+        self._cancel_as_noted(session, call, arrived_at)
         try:
             if request is not None:
-                self._submit(request, arrived_at, sink)
+                self._submit(request, arrived_at, session)
             else:
                 with self._counting(call.log_fields, call.params):
-                    self._tokenize_later(call, arrived_at, sink, trace)
+                    self._tokenize_later(call, arrived_at, session, trace)
         except BaseException:
-            self._sessions.drop(call.key)
+            self._sessions.drop(session)
             raise
 
-    def _cancel_as_noted(self, call: GenerateCall, arrived_at: float) -> None:
+    def _cancel_as_noted(self, session: Session, call: GenerateCall, arrived_at: float) -> None:
         """Cancel a request, or samples, that its client cancelled before it arrived here."""
         name = call.request_id, call.params.tenant
         if self._cancellations.cover(*name, arrived_at):
-            self._sessions.cancel(call.key)
+            self._sessions.cancel(session)
         elif samples := self._cancellations.samples(*name, arrived_at, call.params.n):
-            self._sessions.cancel_samples(call.key, samples)
+            self._sessions.cancel_samples(session, samples)
 
     def _tokenize(self, call: GenerateCall, trace: RequestTrace | None) -> GenerationRequest:
         """The request for the service, with token ids instead of texts."""
@@ -306,7 +305,7 @@ class Intake:
         return self._tokenizer.decode(call.prompt_ids.tolist(), skip_special_tokens=skips_special)
 
     def _tokenize_later(
-        self, call: GenerateCall, arrived_at: float, sink: Sink, trace: RequestTrace | None
+        self, call: GenerateCall, arrived_at: float, session: Session, trace: RequestTrace | None
     ) -> None:
         """Have the texts tokenized in another thread, then submit the request."""
         limit = call.time_limit
@@ -316,25 +315,25 @@ class Intake:
                 if isinstance(outcome, CharoniaError):
                     self._count_end(outcome, call)
                     raise outcome
-                self._submit(outcome, arrived_at, sink)
+                self._submit(outcome, arrived_at, session)
             except CharoniaError as error:
-                sink(Chunk(call.key, error=error))
+                self._sessions.take(session, Chunk(call.key, error=error))
             except Exception:
                 self._log(exception_event("request_failed", **call.log_fields))
-                sink(Chunk(call.key, error=CharoniaError(INTERNAL_ERROR)))
+                end = Chunk(call.key, error=CharoniaError(INTERNAL_ERROR))
+                self._sessions.take(session, end)
 
-        self._tokenizing.submit(
-            Prompt(
-                key=call.key,
-                tenant=call.params.tenant,
-                encode=partial(self._tokenize, call, trace),
-                num_bytes=call.num_bytes,
-                expires_at=None if limit is None else arrived_at + limit.seconds,
-                is_until_start=limit is None or limit.is_until_start,
-                done=go_on,
-                log_fields=call.log_fields,
-            )
+        prompt = Prompt(
+            tenant=call.params.tenant,
+            encode=partial(self._tokenize, call, trace),
+            num_bytes=call.num_bytes,
+            expires_at=None if limit is None else arrived_at + limit.seconds,
+            is_until_start=limit is None or limit.is_until_start,
+            done=go_on,
+            log_fields=call.log_fields,
         )
+        self._sessions.attach(session, _Tokenized(self._tokenizing, prompt))
+        self._tokenizing.submit(prompt)
 
     def _count_end(self, error: CharoniaError, call: GenerateCall) -> None:
         """Count and log a request that ended while it was tokenized."""
@@ -344,13 +343,9 @@ class Intake:
         else:
             self._service.count_rejection(error, call.params)
 
-    def _submit(self, request: GenerationRequest, arrived_at: float, sink: Sink) -> None:
-        self._service.submit(request, sink, arrived_at)
-        # Cancelled while the service did not know it yet:
-        if self._sessions.is_cancelled(request.key):
-            self._service.cancel(request.key)
-        elif samples := self._sessions.cancelled_samples(request.key):
-            self._service.cancel_samples(request.key, samples)
+    def _submit(self, request: GenerationRequest, arrived_at: float, session: Session) -> None:
+        sink = partial(self._sessions.take, session)
+        self._sessions.attach(session, self._service.submit(request, sink, arrived_at))
 
 
 def _is_short(call: GenerateCall) -> bool:

@@ -1,47 +1,50 @@
-"""The registry of live sessions in the scheduler's process, by key.
+"""The registry of the live requests in the scheduler's process, by key.
 
-Owns which of them are named. Must not know how sessions end, nor their other contents.
+Owns which sessions there are, and how many of them are named. Must not know how sessions end, nor
+their other contents.
 """
+
+import threading
 
 from charonia.serving.requests.session import Session
 
 
 class LiveSessions:
-    """The sessions that are live, by key. For all threads."""
+    """The sessions that are live, by key. For all threads.
+
+    Attributes:
+        num_named: how many of them are named, see `Session.is_named`.
+    """
 
     def __init__(self) -> None:
-        self._all: dict[str, Session] = {}
-        self._named: dict[str, Session] = {}
+        self._by_key: dict[str, Session] = {}
+        self._lock = threading.Lock()
+        self.num_named = 0
 
     def __len__(self) -> int:
-        return len(self._all)
-
-    @property
-    def num_named(self) -> int:
-        """Number of named sessions, see `Session.is_named`."""
-        return len(self._named)
+        return len(self._by_key)
 
     def get(self, key: str) -> Session | None:
         """The session with this key, or None."""
-        return self._all.get(key)
+        return self._by_key.get(key)
 
     def all(self) -> list[Session]:
         """All live sessions."""
-        return list(self._all.values())
-
-    def named(self) -> list[Session]:
-        """All named sessions."""
-        return list(self._named.values())
+        return list(self._by_key.values())
 
     def add(self, session: Session) -> bool:
         """Add a session unless its key is taken; return whether it was added."""
-        if self._all.setdefault(session.key, session) is not session:
-            return False
-        if session.is_named:
-            self._named[session.key] = session
+        with self._lock:
+            if self._by_key.setdefault(session.key, session) is not session:
+                return False
+            self.num_named += session.is_named
         return True
 
-    def remove(self, key: str) -> Session | None:
-        """Remove and return the session with this key, if there is one."""
-        self._named.pop(key, None)
-        return self._all.pop(key, None)
+    def remove(self, session: Session) -> bool:
+        """Remove a session; return whether it was live."""
+        with self._lock:
+            if self._by_key.get(session.key) is not session:
+                return False
+            del self._by_key[session.key]
+            self.num_named -= session.is_named
+        return True

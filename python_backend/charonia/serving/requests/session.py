@@ -6,8 +6,9 @@ threads: the caller holds the lock.
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from enum import Enum
+from typing import Protocol
 
 from charonia.core.output.outputs import Chunk
 from charonia.errors import CharoniaError, RequestCancelledError
@@ -26,12 +27,25 @@ class Reports(Enum):
     LOST = "what was under way never arrives"
 
 
+class ChunkSource(Protocol):
+    """What makes the chunks of one request."""
+
+    def cancel(self) -> None:
+        """Cancel the request; its last chunk says so. One that has ended is ignored."""
+        ...
+
+    def cancel_samples(self, indexes: Collection[int]) -> None:
+        """Cancel samples of the request, likewise."""
+        ...
+
+
 class Session:
     """One live request.
 
     Attributes:
         name: request id and tenant. num_bytes: of the request, as received.
         samples: state of each sample, as its client knows it.
+        source: makes its chunks; None before it is known.
         trace: gets its responses; None if it is not traced. trace_id: of its W3C trace context.
         chunks: unsent ones. is_queued: whether the ready queue or a sender thread has the session.
         is_cancelled: whether it was cancelled. is_abandoned: whether its client has disconnected.
@@ -63,6 +77,7 @@ class Session:
         self.num_bytes = num_bytes
         self.trace = trace
         self.trace_id = trace_id
+        self.source: ChunkSource | None = None
         self.samples = [Chunk(key, index=index) for index in range(num_samples)]
         self.chunks: list[Chunk] = []
         self._stream_interval = stream_interval

@@ -29,7 +29,6 @@ import time
 from collections.abc import Callable, Collection
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Protocol
 
 from charonia.core.output.outputs import Chunk
 from charonia.errors import (
@@ -43,7 +42,7 @@ from charonia.serving.requests.live_sessions import LiveSessions
 from charonia.serving.requests.queue_limit import QueueLimit
 from charonia.serving.requests.responders import CancellationPoller, Responder, fail
 from charonia.serving.requests.responses import Answer, chunk_outputs
-from charonia.serving.requests.session import Reports, Session
+from charonia.serving.requests.session import ChunkSource, Reports, Session
 from charonia.serving.requests.tensors import INTERNAL_ERROR
 from charonia.serving.requests.traced import note_sent
 from charonia.text.tokenizer import Tokenizer
@@ -81,24 +80,11 @@ class _Timer:
         return None
 
 
-class ChunkSource(Protocol):
-    """The source of chunks."""
-
-    def cancel(self, key: str) -> None:
-        """Cancel a request; its last chunk says so. A request that is not live is ignored."""
-        ...
-
-    def cancel_samples(self, key: str, indexes: Collection[int]) -> None:
-        """Cancel samples of a request, likewise."""
-        ...
-
-
 class Sessions:
     """All live requests of the scheduler's process.
 
     Args:
         queue_limit: limits of all of them.
-        source: told of cancelled requests and samples, perhaps more than once.
         log: takes one line, from any thread.
         stream_interval: tokens of a sample that are gathered for each response after its first.
     """
@@ -108,7 +94,6 @@ class Sessions:
         tokenizer: Tokenizer,
         num_threads: int,
         queue_limit: QueueLimit,
-        source: ChunkSource,
         *,
         log: Callable[[str], None],
         stream_interval: int = 1,
@@ -116,7 +101,6 @@ class Sessions:
         self._tokenizer = tokenizer
         self._queue_limit = queue_limit
         self._stream_interval = stream_interval
-        self._source = source
         self._log = log
         self._live = LiveSessions()
         self._has_reporter = False
@@ -145,8 +129,8 @@ class Sessions:
         num_samples: int = 1,
         trace: RequestTrace | None = None,
         trace_id: str | None = None,
-    ) -> Callable[[Chunk], None]:
-        """Open a session; returns the sink for its chunks, which never blocks.
+    ) -> Session:
+        """Open a session. `attach` says who makes its chunks, and `take` takes them.
 
         Args:
             num_samples: samples that the client gets.
@@ -181,7 +165,23 @@ class Sessions:
             session.reports = Reports.EXPECTED
         if responder.is_polled:
             self._poller.add(session, responder)
-        return lambda chunk: self._take(session, chunk)
+        return session
+
+    def attach(self, session: Session, source: ChunkSource) -> None:
+        """Note who makes the chunks of a session now, and pass on what was cancelled before."""
+        with session.lock:
+            session.source = source
+            is_cancelled, samples = session.is_cancelled, session.cancelled_samples
+        if is_cancelled:
+            source.cancel()
+        elif samples:
+            source.cancel_samples(samples)
+
+    def take(self, session: Session, chunk: Chunk) -> None:
+        """Take a chunk. Never blocks."""
+        with session.lock:
+            session.take(chunk)
+            self._queue(session)
 
     @property
     def num_live(self) -> int:
@@ -193,46 +193,32 @@ class Sessions:
         """True if there are live requests that came from Triton and not through a proxy."""
         return self._poller.has_responders
 
-    def drop(self, key: str) -> None:
-        """Remove a request that failed right after `open`; nothing is sent."""
-        self._end(key)
+    def drop(self, session: Session) -> None:
+        """Remove a session whose request failed right after `open`; nothing is sent."""
+        self._end(session)
 
-    def find(self, request_id: str, tenant: str) -> list[str]:
-        """Keys of the live requests with this id and tenant."""
+    def find(self, request_id: str, tenant: str) -> list[Session]:
+        """The live sessions of requests with this id and tenant."""
         name = (request_id, tenant)
-        return [one.key for one in self._live.all() if one.name == name]
+        return [one for one in self._live.all() if one.name == name]
 
-    def cancel(self, key: str) -> None:
-        """Cancel a request for its client; a request that is not live is ignored."""
-        session = self._live.get(key)
-        if session is None:
-            return
+    def cancel(self, session: Session) -> None:
+        """Cancel a request for its client; one that has ended is ignored."""
         with session.lock:
             is_news, session.is_cancelled = not session.is_cancelled, True
-        if is_news:
-            self._source.cancel(key)
+            source = session.source
+        if is_news and source is not None:
+            source.cancel()
 
-    def cancel_samples(self, key: str, indexes: Collection[int]) -> None:
+    def cancel_samples(self, session: Session, indexes: Collection[int]) -> None:
         """Cancel samples of a request for its client; samples that it lacks are ignored."""
-        session = self._live.get(key)
-        if session is None:
-            return
         with session.lock:
             own = frozenset(indexes).intersection(range(len(session.samples)))
             news = own - session.cancelled_samples
             session.cancelled_samples |= own
-        if news:
-            self._source.cancel_samples(key, news)
-
-    def cancelled_samples(self, key: str) -> frozenset[int]:
-        """The cancelled samples of a live request."""
-        session = self._live.get(key)
-        return frozenset() if session is None else session.cancelled_samples
-
-    def is_cancelled(self, key: str) -> bool:
-        """Return whether a live request was cancelled."""
-        session = self._live.get(key)
-        return session is not None and session.is_cancelled
+            source = session.source
+        if news and source is not None:
+            source.cancel_samples(news)
 
     def abandon(self, key: str) -> None:
         """Cancel a request whose client has disconnected; one that is not live is ignored."""
@@ -270,7 +256,7 @@ class Sessions:
                 their first report again, from a new process.
         """
         self._has_reporter = is_lost
-        live = [one for one in self._live.named() if one.reports is not Reports.NONE]
+        live = [one for one in self._live.all() if one.is_named and one.reports is not Reports.NONE]
         if is_lost:
             num_lost = sum(one.num_under_way for one in live if one.reports is not Reports.LOST)
             # Last responses that were under way are not counted: their sessions have ended.
@@ -298,7 +284,7 @@ class Sessions:
     def close(self) -> None:
         """End the live requests with an error, and stop the threads."""
         for session in self._live.all():
-            self._take(session, Chunk(session.key, error=ShuttingDownError()))
+            self.take(session, Chunk(session.key, error=ShuttingDownError()))
         self._wait_over(CLOSE_WAIT_S)
         self._is_closing = True
         for session in self._live.all():  # none waits for reports any more
@@ -322,12 +308,7 @@ class Sessions:
 
     def _abandon(self, session: Session) -> None:
         session.is_abandoned = True
-        self.cancel(session.key)
-
-    def _take(self, session: Session, chunk: Chunk) -> None:
-        with session.lock:
-            session.take(chunk)
-            self._queue(session)
+        self.cancel(session)
 
     def _queue(self, session: Session) -> None:
         """Queue a session for the sender threads if it may send. The caller holds its lock."""
@@ -429,7 +410,7 @@ class Sessions:
                 is_mid_stream = True
                 if self._put_back(session, last):
                     return
-            self._end(session.key)
+            self._end(session)
             is_postponed = session.is_abandoned or is_mid_stream
             if (
                 is_postponed and not session.responder.is_acknowledged
@@ -453,17 +434,18 @@ class Sessions:
         answer = Answer(session.merged(chunks), echo, self._tokenizer)
         outputs = chunk_outputs(answer, session.options, session.chunk_key)
         if is_final:
-            self._end(session.key)
+            self._end(session)
         session.responder.send(outputs, is_final=is_final)
 
-    def _end(self, key: str) -> None:
-        session = self._live.remove(key)
-        if session is not None:
+    def _end(self, session: Session) -> None:
+        if self._live.remove(session):
+            session.source = None
             self._poller.remove(session)
             self._queue_limit.give_back(session.num_bytes)
 
     def _give_up(self, session: Session) -> None:
         """Cancel a request whose response could not be made or sent; send an internal error."""
-        self._source.cancel(session.key)
-        self._end(session.key)
+        if session.source is not None:
+            session.source.cancel()
+        self._end(session)
         fail(session.responder, CharoniaError(INTERNAL_ERROR), self._log, session.log_fields)

@@ -40,14 +40,13 @@ class Prompt(Generic[T]):
     """A prompt that waits.
 
     Attributes:
-        key: of its request. encode: makes the ids. num_bytes: of the text.
+        encode: makes the ids. num_bytes: of the text.
         expires_at: when its request times out, on the monotonic clock.
         is_until_start: whether that is its `timeout`; else its `deadline_ms`.
         done: called once, with the ids or an error; must return quickly and not raise.
         tenant: of its request, if known. log_fields: the names of its request in the log.
     """
 
-    key: str
     encode: Callable[[], T]
     num_bytes: int
     expires_at: float | None
@@ -70,7 +69,7 @@ class Tokenizing:
         self._queue_limit = queue_limit
         self._log = log
         self._queue: deque[Prompt[Any]] = deque()
-        self._live: dict[str, Prompt[Any]] = {}  # `done` was not called yet
+        self._live: dict[Prompt[Any], None] = {}  # `done` was not called yet
         self._num_of: Counter[str] = Counter()  # of these, by tenant
         self._is_closing = False
         # Held while `done` is called, so a request that is no longer here is already where `done`
@@ -96,7 +95,7 @@ class Tokenizing:
             if self._is_closing:
                 raise ShuttingDownError
             self._queue_limit.take(prompt.num_bytes)
-            self._live[prompt.key] = prompt
+            self._live[prompt] = None
             self._num_of[prompt.tenant] += 1
             self._queue.append(prompt)
             self._wake.notify_all()
@@ -105,25 +104,25 @@ class Tokenizing:
         """Number of prompts of a tenant that wait or are being tokenized."""
         return self._num_of[tenant]
 
-    def cancel(self, key: str) -> bool:
-        """Cancel a request for its client; return whether it was here."""
-        return self._end(key, RequestCancelledError("the request was cancelled"))
+    def cancel(self, prompt: Prompt[Any]) -> bool:
+        """Cancel a prompt's request for its client; return whether it was here."""
+        return self._end(prompt, RequestCancelledError("the request was cancelled"))
 
     def close(self) -> None:
         """End all prompts with an error and stop the threads; a busy one ends after its prompt."""
         with self._wake:
             self._is_closing = True
             self._wake.notify_all()
-            for key in list(self._live):
-                self._end(key, ShuttingDownError())
+            for prompt in list(self._live):
+                self._end(prompt, ShuttingDownError())
         for thread in self._threads:
             thread.join(CLOSE_WAIT_S)
 
-    def _end(self, key: str, outcome: Any) -> bool:
+    def _end(self, prompt: Prompt[Any], outcome: Any) -> bool:
         with self._wake:
-            prompt = self._live.pop(key, None)
-            if prompt is None:
+            if prompt not in self._live:
                 return False
+            del self._live[prompt]
             self._num_of[prompt.tenant] -= 1
             if not self._num_of[prompt.tenant]:
                 del self._num_of[prompt.tenant]
@@ -144,7 +143,7 @@ class Tokenizing:
                     return
                 prompt = self._queue.popleft()
             outcome = self._outcome_of(prompt)
-            self._end(prompt.key, outcome)
+            self._end(prompt, outcome)
             self._queue_limit.give_back(prompt.num_bytes)  # it counts until its thread is done
             del prompt, outcome  # free them while the thread waits
 
@@ -162,6 +161,7 @@ class Tokenizing:
             while not self._is_closing:
                 self._wake.wait(_LOOK_S if self._live else None)
                 now = time.monotonic()
-                for key, prompt in list(self._live.items()):
+                for prompt in list(self._live):
                     if prompt.expires_at is not None and prompt.expires_at <= now:
-                        self._end(key, RequestTimeoutError.of(is_until_start=prompt.is_until_start))
+                        error = RequestTimeoutError.of(is_until_start=prompt.is_until_start)
+                        self._end(prompt, error)

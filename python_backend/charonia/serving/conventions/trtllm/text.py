@@ -85,9 +85,7 @@ class TextHost:
                 self._send(responder, raw, outcome)
 
         encode = partial(self._model.answer, raw)
-        self._long.submit(
-            Prompt(str(id(responder)), encode, raw.num_bytes, None, done, log_fields=raw.log_fields)
-        )
+        self._long.submit(Prompt(encode, raw.num_bytes, None, done, log_fields=raw.log_fields))
 
     def _send(self, responder: TritonResponder, raw: RawRequest, outputs: Outputs) -> None:
         asked = {name: value for name, value in outputs.items() if name in raw.output_names}
