@@ -220,7 +220,7 @@ class Timeouts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What a scheduler has to do, and what it has done since its start.
+    """The work of a scheduler: present, and done since its start.
 
     Attributes:
         num_running, num_waiting: requests that have a row of the engine, or wait for one.

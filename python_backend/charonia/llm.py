@@ -28,6 +28,7 @@ from charonia.core.output.outputs import (
     name_logprobs,
 )
 from charonia.core.request_events import RequestEvents
+from charonia.core.request_registry import LiveRequest
 from charonia.errors import CharoniaError, ConfigError, InvalidRequestError
 from charonia.metrics.metrics import Metrics
 from charonia.parallel.engine import load_engine
@@ -165,11 +166,12 @@ class LLM:
         requests = [self._request(p, s) for p, s in zip(many, params, strict=True)]
         self._check(requests)
         chunks: dict[str, list[Chunk]] = {request.key: [] for request in requests}
-        arrivals, live = _Arrivals(), []
+        arrivals = _Arrivals()
+        live: list[LiveRequest] = []
         num_live = len(requests)
         progress = tqdm(total=len(requests), unit="prompt", disable=not use_tqdm)
         try:
-            live += [self._core.add(request, arrivals) for request in requests]
+            live.extend(self._core.add(request, arrivals) for request in requests)
             while num_live:
                 chunk = self._next(arrivals)
                 chunks[chunk.key].append(chunk)

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from charonia.core.output.outputs import Chunk, merge_samples
-from charonia.errors import RequestCancelledError, RequestTimeoutError
+from charonia.errors import RequestCancelledError, RequestTimeoutError, UnavailableError
 from core.bench import Bench, expected
 from support.echo import EchoExecutor
 
@@ -94,6 +94,20 @@ def test_samples_end_by_themselves():
     assert [chunk.num_open for chunk in ends] == [2, 1, 0]
     assert not bench.core.has_requests
     assert bench.core.metrics.gauges["charonia_kv_blocks", "used"] == 0
+
+
+def test_a_request_of_which_one_samples_key_is_taken_ends_alone_and_leaves_nothing():
+    bench = Bench()
+    bench.add("a#1")
+    bench.core.step()
+    bench.add("a", n=2)
+    bench.core.step()
+    assert "live request" in str(bench.error("a"))
+    assert bench.core.metrics.gauges["charonia_requests_running", ""] == 1
+    bench.executor.unload()
+    bench.run()
+    assert isinstance(bench.error("a#1"), UnavailableError)
+    assert bench.core.metrics.gauges["charonia_requests_waiting", ""] == 0
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 3, 8])

@@ -417,6 +417,20 @@ def test_who_makes_the_chunks_later_is_told_of_what_was_cancelled_before(
     assert harness.cancelled_samples == [("b", {1})] * 2
 
 
+def test_who_makes_the_chunks_is_forgotten_once_they_have_come(
+    harness: Harness, new_responder: Any
+) -> None:
+    responder = new_responder()
+    sink = harness.open("k", AT_ONCE, str, responder)
+    session = harness.live["k"]
+    assert session.source is not None
+    sink(chunk(0, is_last=True))
+    assert session.source is None
+    eventually(lambda: responder.sent)
+    harness.sessions.attach(session, Source(harness, "k"))  # a cached answer is as fast as that
+    assert session.source is None
+
+
 def test_a_stream_keeps_its_order_and_ends_with_its_last_token(
     harness: Harness, new_responder: Any
 ) -> None:
@@ -530,6 +544,18 @@ def test_a_send_that_raises_ends_that_request_alone(harness: Harness, new_respon
     assert harness.cancelled == ["broken"]
     assert str(broken.failures[0]) == "internal error; the server's log has the details"
     assert "no connection" in harness.log[0]
+
+
+def test_a_request_whose_response_failed_is_cancelled_also_if_its_source_comes_later(
+    harness: Harness, new_responder: Any
+) -> None:
+    broken = new_responder()
+    broken.errors.append(RuntimeError("no connection"))
+    session = harness.sessions.open("k", STREAMING, str, broken)
+    harness.sessions.take(session, chunk(0))
+    eventually(lambda: not harness.sessions.num_live)
+    harness.sessions.attach(session, Source(harness, "k"))
+    assert harness.cancelled == ["k"]
 
 
 def test_a_client_that_has_gone_is_noticed_and_its_request_cancelled(

@@ -66,7 +66,7 @@ class AcceptedRequest(RequestEvents):
     """An accepted request, by which its client can cancel it.
 
     Args:
-        key: of the request. sink: takes its chunks.
+        key: of the request. accepted: it and the others. sink: takes its chunks.
         followed: writes log lines about it; None for a probe.
         recorded: writes its line of the record; None without a record.
 
@@ -78,14 +78,14 @@ class AcceptedRequest(RequestEvents):
         self,
         key: str,
         entry: Entry,
-        others: AcceptedRequests,
+        accepted: AcceptedRequests,
         sink: Sink,
         followed: FollowedRequest | None,
         recorded: RecordedRequest | None,
     ) -> None:
         self.entry = entry
         self._key = key
-        self._others = others
+        self._all = accepted
         self._sink = sink
         self._followed = followed
         self._recorded = recorded
@@ -95,40 +95,36 @@ class AcceptedRequest(RequestEvents):
 
     def cancel(self) -> None:
         """Cancel it, unless it has ended."""
-        self._others.post(self._cancel)
+        self._all.post(self._cancel)
 
     def cancel_samples(self, indexes: Collection[int]) -> None:
         """Cancel samples of it; samples that have ended are ignored."""
-        self._others.post(partial(self._cancel_samples, indexes))
+        self._all.post(partial(self._cancel_samples, indexes))
 
     # ------------------------------------------------------------------ in the service's thread
 
     def compute(self, request: GenerationRequest, arrived_at: float, digest: bytes | None) -> None:
         """Have it computed; the arguments are those of `AnswerCache.add`."""
-        computed = self._others.answers.add(request, self, arrived_at, digest)
-        if not self._is_over:  # it may have had a cached answer
+        computed = self._all.answers.add(request, self, arrived_at, digest)
+        if self._all.of(self.entry) is self:  # else it had a cached answer, and has ended
             self._computed = computed
 
     def end(self, error: CharoniaError) -> None:
         """End it with an error, unless it has ended."""
         if self._computed is not None:
-            self._others.answers.end(self._computed, error)
+            self._all.answers.end(self._computed, error)
 
     def fail(self, error: CharoniaError) -> None:
         """Tell its client of an error, where what computed it is lost."""
         self.on_chunk(Chunk(self._key, error=error))
 
-    @property
-    def _is_over(self) -> bool:
-        return self._others.of(self.entry) is None
-
     def _cancel(self) -> None:
         if self._computed is not None:
-            self._others.answers.cancel(self._computed)
+            self._all.answers.cancel(self._computed)
 
     def _cancel_samples(self, indexes: Collection[int]) -> None:
         if self._computed is not None:
-            self._others.answers.cancel_samples(self._computed, indexes)
+            self._all.answers.cancel_samples(self._computed, indexes)
 
     # ------------------------------------------------------------------ from what computes it
 
@@ -136,7 +132,7 @@ class AcceptedRequest(RequestEvents):
         """See `RequestEvents`."""
         if chunk.is_final:
             self._computed = None
-            self._others.remove(self)
+            self._all.remove(self)
         if self._followed is not None:
             self._followed.note(chunk)
         if self._recorded is not None:
@@ -145,12 +141,10 @@ class AcceptedRequest(RequestEvents):
 
     def on_started(self) -> None:
         """See `RequestEvents`."""
-        if self._is_over:
-            return
-        self._others.gate.note_started(self.entry)
+        self._all.gate.note_started(self.entry)
         if self._followed is not None:
             self._followed.note_started()
 
     def on_joined(self) -> None:
         """See `RequestEvents`."""
-        self._others.gate.note_joined(self.entry)
+        self._all.gate.note_joined(self.entry)

@@ -23,7 +23,7 @@ Mostly two steps are in flight, of the same rows or, in a pipeline, of different
 from collections.abc import Callable, Collection
 
 from charonia.config import EngineArgs, SchedulerArgs
-from charonia.control import Group, Limits, LoadShedding, Update
+from charonia.control import Group, Limits, LoadShedding, Request, Update
 from charonia.core.gate.attainment import Attainment
 from charonia.core.gate.tenants import Tenants
 from charonia.core.generation_request import GenerationRequest, check, control_requests, seeds_of
@@ -202,7 +202,7 @@ class EngineCore:
             arrived_at: its arrival, by the clock; None is now. Its timeouts count from then.
 
         Returns:
-            Stands for it in calls that follow.
+            The live request, for `cancel`, `cancel_samples` and `end`.
         """
         live = LiveRequest(request, events, self._clock() if arrived_at is None else arrived_at)
         self._requests.add(live)
@@ -333,6 +333,7 @@ class EngineCore:
         if replica.engine_args.seed != self._seed:  # another engine was loaded
             self._seed = replica.engine_args.seed
             self._next_seed = seeds_of(self._seed)
+        added: list[Request] = []
         try:
             samples = control_requests(
                 live.request,
@@ -340,11 +341,13 @@ class EngineCore:
                 replica.limits,
                 live.arrived_at,
                 self._next_seed,
-                live,
             )
             for sample in samples:
                 replica.add(sample)
+                added.append(sample)
         except CharoniaError as error:
+            for sample in added:
+                replica.finish(sample.key)
             self._requests.fail(live, error)
             return
         self._requests.open(live, samples)

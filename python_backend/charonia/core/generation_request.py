@@ -108,17 +108,13 @@ def control_requests(
     limits: Limits,
     now: float,
     next_seed: Callable[[], int],
-    owner: object = None,
 ) -> list[Request]:
     """Translate a checked request. The check may have been against another engine.
-
-    Args:
-        owner: of its group.
 
     Returns:
         One request of the control plane for each sample.
     """
-    group = Group(request.key, request.trace, owner)
+    group = Group(request.key, request.trace)
     seed = next_seed() if request.params.seed is None else request.params.seed
     return [
         _sample(request, info, limits, now, group, seed, index)

@@ -6,8 +6,8 @@ receives them.
     EngineService ─ add, cancel ─► AnswerCache ─ add, cancel ─► EngineCore ─ add, finish ─► Replica
                   ◄─ RequestEvents ─           ◄─ RequestEvents ─          ◄─ ReplicaEvents ─
 
-Whoever adds a request gets a reference to its entry, by which it names the request from then on,
-and gives a receiver of its events. So nothing has to be looked up on either way.
+Whoever adds a request gets the entry that stands for it from then on, and gives a receiver of its
+events. So nothing is looked up by a request's key, but for samples that `Replica.finish` ends.
 """
 
 from abc import ABC, abstractmethod

@@ -128,6 +128,7 @@ class RequestRegistry(LiveEntries[LiveRequest]):
 
     def open(self, live: LiveRequest, samples: Sequence[Request]) -> None:
         """Begin the output of a held request, which is placed now."""
+        samples[0].group.owner = live
         live.streams = SampleStreams(samples, live.request.params, self._make_stream)
         del self.held[live]
 

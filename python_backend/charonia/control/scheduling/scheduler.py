@@ -148,7 +148,7 @@ class Scheduler:
         """Add a request. All but the first of a group are parked until the prompt is computed.
 
         Raises:
-            InvalidRequestError: its prompt is empty or too long.
+            InvalidRequestError: its prompt is empty or too long, or its key belongs to a live one.
         """
         self._live.add(request)
 

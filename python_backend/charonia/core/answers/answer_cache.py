@@ -110,7 +110,7 @@ class AnswerCache:
             arrived_at: its arrival, by the clock. digest: see `digest_of`.
 
         Returns:
-            Stands for it in calls that follow. It may have ended already.
+            The request, for `cancel`, `cancel_samples` and `end`. It may have ended already.
         """
         self._look()
         if self._revision is None or digest is None:
@@ -279,11 +279,12 @@ class AnswerCache:
         # The first request may leave, and another one may arrive with the same key.
         self._num_computations += 1
         name = f"{request.key}/{self._num_computations}/shared"
-        computed = replace(request, key=name, is_shared=True, timeout_s=None)
+        own = replace(request, key=name, is_shared=True, timeout_s=None)
         if may_join:
             params = msgspec.structs.replace(request.params, deadline_ms=None)
-            computed = replace(computed, params=params)
-        shared = SharedComputation(answer_key, computed, arrived_at, leader=subscriber)
+            own = replace(own, params=params)
+        shared = SharedComputation(answer_key, own, arrived_at)
+        subscriber.is_leader = True
         self._computations[shared] = None
         if may_join:
             self._joinable[answer_key] = shared

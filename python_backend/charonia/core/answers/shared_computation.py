@@ -96,6 +96,7 @@ class Subscriber:
     Attributes:
         events: receives what becomes of it.
         arrived_at: its arrival, in seconds. number: see `LiveEntry`.
+        is_leader: whether its computation began for it.
         open: its samples that have not ended. reason: finish reason of the last sample that was not
             cancelled; "cancelled" without one.
         first_at: when its first token was there, even if it was held back.
@@ -105,6 +106,7 @@ class Subscriber:
     events: RequestEvents
     arrived_at: float
     number: int = 0
+    is_leader: bool = False
     _computation: "SharedComputation | None" = None
     open: set[int] = field(default_factory=set)
     reason: FinishReason = "cancelled"
@@ -174,7 +176,7 @@ class Subscriber:
 
     def timing_so_far(self, now: float) -> Timing:
         """Return its timing if it ends before the computation does."""
-        source = None if self is self.computation.leader else Source("joined")
+        source = None if self.is_leader else Source("joined")
         total_s = now - self.arrived_at
         return timing_of_cached(source, self.queue_s(now), self.first_token_s, total_s)
 
@@ -227,10 +229,9 @@ class SharedComputation:
     Attributes:
         answer_key: the key of its answer in the cache.
         request: the request that is computed. arrived_at: arrival of the first one, in seconds.
-        leader: the first subscriber; it may have left.
         open: the samples that have not ended.
         is_own: whether all its tokens come from the model revision that it began with.
-        live: stands for it in the core; None while a similar prompt is looked for.
+        live: the core's; None while a similar prompt is looked for, and after the end.
         vector: of its prompt, if one was computed.
         pieces: its output so far, without errors. started_at: when its first step began.
         has_token: whether it has a first token.
@@ -239,7 +240,6 @@ class SharedComputation:
     answer_key: bytes
     request: GenerationRequest
     arrived_at: float
-    leader: Subscriber
     open: set[int] = field(default_factory=set)
     is_own: bool = True
     live: LiveRequest | None = None
@@ -257,7 +257,7 @@ class SharedComputation:
 
         The cost is in the timing of one: the leader, or else of those left the one that came first.
         """
-        if subscriber is self.leader:
+        if subscriber.is_leader:
             return timing
         own = self._timing_of_joined(subscriber, timing)
         if subscriber is self.subscribers[0]:  # the leader has left

@@ -24,7 +24,7 @@ class Configuration(Protocol):
         """Replace the old one; if that fails, the old one is kept."""
         ...
 
-    def restore(self) -> object:
+    def restore(self) -> None:
         """Undo that."""
         ...
 

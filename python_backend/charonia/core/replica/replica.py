@@ -174,7 +174,7 @@ class Replica:
         """Add one sample of a request; an engine must be serving.
 
         Raises:
-            UnavailableError: it does not fit this engine.
+            UnavailableError: it does not fit this engine. InvalidRequestError: see `Scheduler.add`.
         """
         assert self._scheduler is not None, "add() before there was an engine"
         if reason := misfit(request, self.recovery.known_info, self._scheduler.limits):

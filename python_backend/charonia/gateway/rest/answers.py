@@ -165,7 +165,7 @@ class BatchLine(msgspec.Struct):
 
 
 class ServerHealth(msgspec.Struct):
-    """Whether a server would take a request now; where not, the reason.
+    """A server's readiness for requests, and the reason if it is not ready.
 
     Attributes:
         fallback: true for a server of the fallback model.

@@ -256,9 +256,9 @@ class NewModelFile:
         """Replace the old one."""
         install(self.path, self.content)
 
-    def restore(self) -> bool:
+    def restore(self) -> None:
         """Restore the old one."""
-        return restore(self.path)
+        restore(self.path)
 
     def settle(self) -> None:
         """Remove the old one."""

@@ -61,8 +61,8 @@ NOTHING: Outputs = {"text_output": [""]}
 
 
 @dataclass(frozen=True)
-class _Tokenized:
-    """A request whose texts are tokenized; see `ChunkSource`."""
+class _Waiting:
+    """A request whose prompt is still to be tokenized; see `ChunkSource`."""
 
     tokenizing: Tokenizing
     prompt: Prompt[GenerationRequest]
@@ -332,7 +332,7 @@ class Intake:
             done=go_on,
             log_fields=call.log_fields,
         )
-        self._sessions.attach(session, _Tokenized(self._tokenizing, prompt))
+        self._sessions.attach(session, _Waiting(self._tokenizing, prompt))
         self._tokenizing.submit(prompt)
 
     def _count_end(self, error: CharoniaError, call: GenerateCall) -> None:

@@ -24,6 +24,9 @@ class LiveSessions:
     def __len__(self) -> int:
         return len(self._by_key)
 
+    def __contains__(self, session: Session) -> bool:
+        return self._by_key.get(session.key) is session
+
     def get(self, key: str) -> Session | None:
         """The session with this key, or None."""
         return self._by_key.get(key)

@@ -28,7 +28,7 @@ class Reports(Enum):
 
 
 class ChunkSource(Protocol):
-    """What makes the chunks of one request."""
+    """The maker of one request's chunks."""
 
     def cancel(self) -> None:
         """Cancel the request; its last chunk says so. One that has ended is ignored."""
@@ -45,7 +45,8 @@ class Session:
     Attributes:
         name: request id and tenant. num_bytes: of the request, as received.
         samples: state of each sample, as its client knows it.
-        source: makes its chunks; None before it is known.
+        source: makes its chunks; None before it is known, and after the last one.
+        has_end: whether its last chunk has come, or is awaited no more.
         trace: gets its responses; None if it is not traced. trace_id: of its W3C trace context.
         chunks: unsent ones. is_queued: whether the ready queue or a sender thread has the session.
         is_cancelled: whether it was cancelled. is_abandoned: whether its client has disconnected.
@@ -78,6 +79,7 @@ class Session:
         self.trace = trace
         self.trace_id = trace_id
         self.source: ChunkSource | None = None
+        self.has_end = False
         self.samples = [Chunk(key, index=index) for index in range(num_samples)]
         self.chunks: list[Chunk] = []
         self._stream_interval = stream_interval
@@ -124,12 +126,18 @@ class Session:
 
     def take(self, chunk: Chunk) -> None:
         """Add an unsent chunk; chunks after the last one are dropped. The caller holds the lock."""
-        if self.chunks and self.chunks[-1].is_final:
+        if self.has_end:
             return
+        if chunk.is_final:
+            self.let_go()
         self.chunks.append(chunk)
         self._num_awaited[chunk.index] -= len(chunk.token_ids)
         if chunk.ends_sample or self._num_awaited[chunk.index] <= 0:
             self._is_due = True
+
+    def let_go(self) -> None:
+        """Expect no more chunks. The caller holds the lock."""
+        self.source, self.has_end = None, True
 
     def give_out(self) -> list[Chunk]:
         """Remove and return all chunks for the next response. The caller holds the lock."""

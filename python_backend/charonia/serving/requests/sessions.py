@@ -170,7 +170,7 @@ class Sessions:
     def attach(self, session: Session, source: ChunkSource) -> None:
         """Note who makes the chunks of a session now, and pass on what was cancelled before."""
         with session.lock:
-            session.source = source
+            session.source = None if session.has_end else source
             is_cancelled, samples = session.is_cancelled, session.cancelled_samples
         if is_cancelled:
             source.cancel()
@@ -312,7 +312,7 @@ class Sessions:
 
     def _queue(self, session: Session) -> None:
         """Queue a session for the sender threads if it may send. The caller holds its lock."""
-        if session.is_queued or self._live.get(session.key) is not session:
+        if session.is_queued or session not in self._live:
             return
         max_under_way = self._max_under_way(session)
         if session.may_send(max_under_way):
@@ -369,7 +369,7 @@ class Sessions:
         has_failed: bool,
     ) -> None:
         """Note a response in the request's trace. Nothing that goes wrong here stops responses."""
-        is_last = self._live.get(session.key) is not session
+        is_last = session not in self._live
         now = time.monotonic()
         try:
             note_sent(trace, chunks, began_at, now, is_last=is_last, has_failed=has_failed)
@@ -439,13 +439,13 @@ class Sessions:
 
     def _end(self, session: Session) -> None:
         if self._live.remove(session):
-            session.source = None
+            with session.lock:
+                session.let_go()
             self._poller.remove(session)
             self._queue_limit.give_back(session.num_bytes)
 
     def _give_up(self, session: Session) -> None:
         """Cancel a request whose response could not be made or sent; send an internal error."""
-        if session.source is not None:
-            session.source.cancel()
+        self.cancel(session)
         self._end(session)
         fail(session.responder, CharoniaError(INTERNAL_ERROR), self._log, session.log_fields)
