@@ -395,7 +395,7 @@ def test_a_flood_of_cancellations_is_one(harness: Harness, new_responder: Any) -
     for _ in range(100):
         for one in harness.sessions.find("x", "t"):
             harness.sessions.cancel(one)
-        harness.sessions.abandon("nobody")
+        harness.sessions.client_left("nobody")
     assert harness.cancelled == ["a", "b"]
     assert harness.live["a"].is_cancelled
     assert not harness.live["c"].is_cancelled

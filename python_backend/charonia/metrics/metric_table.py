@@ -5,9 +5,11 @@ made.
 
 To add a metric: add an entry to `METRICS` and a call that counts it (`Metrics.count` or
 `Metrics.observe_request`, or a gauge in `Metrics.show_scheduler`), and run `make interface` for the
-table of model_repository/README.md. The page then shows it. A histogram of values per token or step
-has the place "page", and `Metrics.histograms[name].observe` takes its values. The gateway's metrics
-are in `gateway/observing.py`.
+table of model_repository/README.md. The page then shows it. What the control plane counts is a
+field of `SchedulerStats` (`control/state/stats.py`), which `Metrics.show_scheduler` shows. A
+histogram of values per token or step has the place "page", and `Metrics.histograms[name].observe`
+takes its values. A gauge without a unit is listed in `tests/metrics/test_metric_table.py`.
+Panels are in `docker/grafana/panels.py`, and the gateway's metrics in `gateway/observing.py`.
 """
 
 from collections.abc import Mapping

@@ -6,11 +6,12 @@ To add a parameter, add a field with its range here. If a step needs it, extend
 `messages.RowSampling`, `core/generation_request.py`, `data/plan_check.py`, `data/largest_step.py`
 and `data/sampling/` (torch and C++, whose sources are in `data/ops/native/`). A new type needs a
 `Kind` in `_FIELDS` and a line in `serving/conventions/parameters.py`. Then extend
-`gateway/sampling.py` (or `requests.py` of one API), `charonia_client/values.py` and
-model_repository/README.md. If the parameter changes no token, list it in
-`core/answers/answer_key.py`. If a checkpoint's generation_config.json may set it, list it in
-`sampling_defaults.py`. The most used have a field on the gateway's page, see
-`gateway/page/settings.js`.
+`gateway/sampling.py` (or `requests.py` in `gateway/openai/` or `gateway/rest/`, if one API has
+it), `charonia_client/values.py` and model_repository/README.md, and run `make interface`. If the
+parameter changes no token, list it in `core/answers/answer_key.py`; a test asks. If a checkpoint's
+generation_config.json may set it, list it in `sampling_defaults.py`. If TensorRT-LLM has it, too,
+see `serving/conventions/trtllm/tables.py`. The most used have a field on the gateway's page, see
+`settings.js` and `index.html` in `gateway/page/`.
 """
 
 import math

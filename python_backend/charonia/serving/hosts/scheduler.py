@@ -77,7 +77,7 @@ class _Relayed:
         self.intake.take(lambda: raw, responder, key)
 
     def on_cancelled(self, key: str) -> None:
-        self.sessions.abandon(key)
+        self.sessions.client_left(key)
 
     def on_acknowledged(self, key: str, number: int) -> None:
         self.sessions.acknowledge(key, number)

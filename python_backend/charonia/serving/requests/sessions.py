@@ -220,7 +220,7 @@ class Sessions:
         if news and source is not None:
             source.cancel_samples(news)
 
-    def abandon(self, key: str) -> None:
+    def client_left(self, key: str) -> None:
         """Cancel a request whose client has disconnected; one that is not live is ignored."""
         session = self._live.get(key)
         if session is not None:

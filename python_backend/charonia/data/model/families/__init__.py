@@ -4,9 +4,9 @@ To add a family whose layers are made of existing sublayers:
 
 1. Write its file: a `Family` with the keys of its configuration class in transformers.
 2. List it in `FAMILIES`.
-3. Add it to `support/checkpoints.py` and `support/configurations.py` of the tests, which then
-   compare it with transformers, its keys to the table of model_repository/README.md, and its
-   architecture to README.md.
+3. Add it to `tests/support/checkpoints.py` and `configurations.py`, so that tests compare it with
+   transformers, and to the names in `tests/data/test_spec.py`. Add its keys to the table of
+   model_repository/README.md, and its architecture to README.md.
 
 A family with another sublayer, activation or norm needs more: see `sublayers` and `ops.base`.
 """
