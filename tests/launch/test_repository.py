@@ -25,7 +25,7 @@ from charonia.launch.server.repository import (
 from charonia.model_config import read_config
 from charonia.serving.conventions.interface import INPUTS, OUTPUTS
 from charonia.serving.conventions.trtllm import tables as trtllm
-from charonia.serving.messages import reload
+from charonia.serving.messages.reload import NewModelFile
 from charonia.supervision.models.engine_repair import LOAD_MARK
 
 
@@ -77,7 +77,7 @@ def test_the_source_stays_as_it_is(source: Path, target: Path, checkpoint_dir: P
 def test_what_a_run_keeps_for_itself_is_not_taken_from_another(source: Path, target: Path) -> None:
     """A run that ended in the middle of a reload has left its model.json in two versions."""
     model_file = source / "engine/1/model.json"
-    reload.install(model_file, model_file.read_bytes())
+    NewModelFile(model_file, model_file.read_bytes()).install()
     (model_file.parent / LOAD_MARK).write_text("1 1\n", encoding="ascii")
     before = {path.relative_to(source) for path in source.rglob("*") if path.is_file()}
     prepare(source, target)

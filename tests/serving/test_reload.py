@@ -20,6 +20,7 @@ from charonia.serving.messages import reload
 from charonia.serving.messages.reload import (
     DrainOrder,
     DrainState,
+    NewModelFile,
     ReloadOrder,
     ReloadQuestion,
     ReloadServer,
@@ -45,12 +46,12 @@ def names(model_file: Path) -> set[str]:
 
 
 def test_a_new_file_can_be_taken_back_until_it_is_settled(model_file: Path) -> None:
-    reload.install(model_file, NEW)
+    NewModelFile(model_file, NEW).install()
     assert model_file.read_bytes() == NEW
     assert reload.restore(model_file)
     assert model_file.read_bytes() == OLD
-    reload.install(model_file, NEW)
-    reload.settle(model_file)
+    NewModelFile(model_file, NEW).install()
+    NewModelFile(model_file, NEW).settle()
     assert not reload.restore(model_file)
     assert model_file.read_bytes() == NEW
     assert names(model_file) == {"model.json"}
@@ -72,7 +73,7 @@ def test_a_full_disk_changes_nothing_and_leaves_nothing_behind(
 
     monkeypatch.setattr(Path, "write_bytes", write_until_full)
     with pytest.raises(OSError, match="disk full"):
-        reload.install(model_file, NEW)
+        NewModelFile(model_file, NEW).install()
     assert model_file.read_bytes() == OLD
     assert names(model_file) == {"model.json"}
 
@@ -87,7 +88,7 @@ def test_a_change_that_its_scheduler_did_not_live_to_finish_is_undone(
         loaded.append(Path(args.model).name)
 
     log: list[str] = []
-    reload.install(model_file, NEW)
+    NewModelFile(model_file, NEW).install()
     own_pid = os.getpid()
     marks = {"gone": f"{own_pid} 999", "alive": f"{own_pid} {start_time(own_pid)}"}
     if owner in marks:

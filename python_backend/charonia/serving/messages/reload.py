@@ -253,30 +253,25 @@ class NewModelFile:
     content: bytes
 
     def install(self) -> None:
-        """Replace the old one."""
-        install(self.path, self.content)
+        """Replace model.json; the old one is kept beside it.
+
+        Raises:
+            OSError: it cannot be written; nothing has changed.
+        """
+        _replace(_before(self.path), self.path.read_bytes())
+        try:
+            _replace(self.path, self.content)
+        except OSError:
+            self.settle()
+            raise
 
     def restore(self) -> None:
-        """Restore the old one."""
+        """Restore the model.json that was kept."""
         restore(self.path)
 
     def settle(self) -> None:
-        """Remove the old one."""
-        settle(self.path)
-
-
-def install(model_file: Path, content: bytes) -> None:
-    """Replace model.json; the old one is kept beside it.
-
-    Raises:
-        OSError: it cannot be written; nothing has changed.
-    """
-    _replace(_before(model_file), model_file.read_bytes())
-    try:
-        _replace(model_file, content)
-    except OSError:
-        settle(model_file)
-        raise
+        """Remove the old model.json."""
+        _before(self.path).unlink(missing_ok=True)
 
 
 def restore(model_file: Path) -> bool:
@@ -286,11 +281,6 @@ def restore(model_file: Path) -> bool:
     except FileNotFoundError:
         return False
     return True
-
-
-def settle(model_file: Path) -> None:
-    """Remove the old model.json."""
-    _before(model_file).unlink(missing_ok=True)
 
 
 def _before(model_file: Path) -> Path:
