@@ -89,14 +89,17 @@ RULES = {
     ),
     # Triton's config.pbtxt files.
     "model_config": rule("errors", "google tritonclient"),
+    # tritonserver's command line.
+    "server_options": rule("errors"),
     # It is given the server that it watches. psutil reads the process table.
     "supervision": rule(
-        "protocol sockets errors events model_config", "msgspec psutil httpx grpc tritonclient"
+        "protocol sockets errors events model_config server_options",
+        "msgspec psutil httpx grpc tritonclient",
     ),
     # It makes the tokenizer that it hands to the engine's service.
     "serving": rule(
         "core metrics text embedding protocol config sampling_defaults sockets supervision errors"
-        " events log_level tracing"
+        " server_options events log_level tracing"
         " checkpoint_files",
         "numpy msgspec grpc tritonclient",
     ),

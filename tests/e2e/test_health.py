@@ -33,14 +33,14 @@ from support.long import long
 IMPATIENCE = """
 
 from pathlib import Path
-from charonia.supervision.models import watches
+from charonia.supervision.models import probes
 
-def _ask_few_times(self, _ask=watches.EngineWatch._ask, _num_looks=watches._NUM_LOOKS):
+def _ask_few_times(self, _ask=probes.EngineProbe.ask, _num_looks=probes._NUM_LOOKS):
     is_deaf = (Path(__file__).parents[2] / f"deaf.{self._pid}").exists()
-    watches._NUM_LOOKS = 2 if is_deaf else _num_looks
+    probes._NUM_LOOKS = 2 if is_deaf else _num_looks
     _ask(self)
 
-watches.EngineWatch._ask = _ask_few_times
+probes.EngineProbe.ask = _ask_few_times
 """
 """Appended to the scheduler model: an engine that is deaf on order is soon given up."""
 PARTS = ["server", "scheduler", "engine", "inference", "llm", "generate", "metrics"]

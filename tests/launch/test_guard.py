@@ -10,7 +10,7 @@ from charonia.errors import LaunchError
 from charonia.launch.server.discovery import Installation, find_tritonserver
 from charonia.launch.server.guard import MAX_ELEMENTS, make_guard
 from charonia.launch.server.tritonserver import TritonServer
-from charonia.supervision.models.server_options import KEY_VARIABLE
+from charonia.server_options import KEY_VARIABLE
 
 EMBEDDED = Installation(Path("root"), Path("stub"), ())
 CONTAINERS = Installation(Path("root"), None, ())

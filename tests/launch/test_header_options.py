@@ -3,7 +3,7 @@
 import pytest
 
 from charonia.launch.server.header_options import header_options
-from charonia.supervision.models.server_options import ServerOptions
+from charonia.server_options import ServerOptions
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from charonia.model_config import read_config
 from charonia.serving.conventions.interface import INPUTS, OUTPUTS
 from charonia.serving.conventions.trtllm import tables as trtllm
 from charonia.serving.messages.reload import NewModelFile
-from charonia.supervision.models.engine_repair import LOAD_MARK
+from charonia.supervision.models.repairs import LOAD_MARK
 
 
 @pytest.fixture

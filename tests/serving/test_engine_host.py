@@ -24,7 +24,7 @@ from charonia.serving.hosts import engine as engine_host
 from charonia.serving.hosts.engine import NOT_ENDED, EngineHost
 from charonia.serving.messages.executor import STEPS_SOCKET
 from charonia.sockets.local import connect
-from charonia.supervision.models.engine_repair import LOAD_MARK
+from charonia.supervision.models.repairs import LOAD_MARK
 from charonia.supervision.process_table import start_time
 from support.sockets import INFO, StepsClient
 from support.waiting import WAIT_S

@@ -32,9 +32,9 @@ from charonia.sockets.channel import Channel
 from charonia.sockets.connection import Connection
 from charonia.sockets.local import is_same_user, listen
 from charonia.sockets.server import Server
-from charonia.supervision.models import watches
-from charonia.supervision.models.engine_repair import kill_processes
-from charonia.supervision.models.watches import Readiness, clean
+from charonia.supervision.models import judge
+from charonia.supervision.models.probes import Readiness, clean
+from charonia.supervision.models.repairs import kill_processes
 from charonia.supervision.process_table import start_time
 from support.model_control import FakeControl
 from support.sockets import INFO
@@ -240,7 +240,7 @@ def test_what_a_proxy_was_told_ends_steps(executor: SocketExecutor, triton: Trit
 @pytest.fixture
 def quiet_watch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The executor's watch of the server asks nothing as long as a test runs."""
-    monkeypatch.setattr(watches, "_ASK_SERVER_EVERY_S", 3600.0)
+    monkeypatch.setattr(judge, "_ASK_SERVER_EVERY_S", 3600.0)
 
 
 @pytest.mark.usefixtures("quiet_watch")

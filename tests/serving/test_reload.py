@@ -27,7 +27,7 @@ from charonia.serving.messages.reload import (
     ReloadState,
 )
 from charonia.sockets.local import connect
-from charonia.supervision.models.engine_repair import LOAD_MARK
+from charonia.supervision.models.repairs import LOAD_MARK
 from charonia.supervision.process_table import start_time
 from support.waiting import WAIT_S
 

@@ -45,7 +45,7 @@ def generous_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
         "charonia.metrics.merged_page.SCHEDULERS_S",
         "charonia.metrics.merged_page.TRITON_S",
         "charonia.supervision.server.model_control._ANSWER_S",
-        "charonia.supervision.models.grpc_control.CONNECT_S",
+        "charonia.supervision.models.model_control.CONNECT_S",
     ):
         monkeypatch.setattr(name, ALLOWED_S)
 

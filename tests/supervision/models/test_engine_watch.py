@@ -12,8 +12,8 @@ import pytest
 from charonia.errors import EngineDiedError, EngineHungError, EngineUnloadedError
 from charonia.protocol import ShutdownNotice, StepFailure, encode
 from charonia.sockets.channel import Channel
-from charonia.supervision.models import watches
-from charonia.supervision.models.watches import EngineWatch
+from charonia.supervision.models import judge, probes
+from charonia.supervision.models.judge import EngineWatch
 from charonia.supervision.process_table import process_state, start_time
 from support.waiting import WAIT_S, eventually
 
@@ -22,14 +22,14 @@ ANSWER = encode(StepFailure("any"))
 
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watches, "_ASK_ENGINE_EVERY_S", 0.01)
-    monkeypatch.setattr(watches, "_LOOK_AFTER_S", 0.05)
-    monkeypatch.setattr(watches, "_NUM_LOOKS", 1000)
+    monkeypatch.setattr(judge, "_ASK_ENGINE_EVERY_S", 0.01)
+    monkeypatch.setattr(probes, "_LOOK_AFTER_S", 0.05)
+    monkeypatch.setattr(probes, "_NUM_LOOKS", 1000)
 
 
 @pytest.fixture
 def impatiently(monkeypatch: pytest.MonkeyPatch, quickly: None) -> None:
-    monkeypatch.setattr(watches, "_NUM_LOOKS", 10)
+    monkeypatch.setattr(probes, "_NUM_LOOKS", 10)
 
 
 @pytest.fixture

@@ -12,10 +12,11 @@ from charonia.errors import (
     ServerStartingError,
     ServerStoppingError,
 )
-from charonia.supervision.models import watches
-from charonia.supervision.models.engine_repair import EngineModel, is_loaded_by_scheduler
-from charonia.supervision.models.grpc_control import ControlError
-from charonia.supervision.models.watches import Readiness, ServerWatch
+from charonia.supervision.models import judge
+from charonia.supervision.models.judge import ServerWatch
+from charonia.supervision.models.model_control import ControlError
+from charonia.supervision.models.probes import Readiness
+from charonia.supervision.models.repairs import EngineModel, is_loaded_by_scheduler
 from support.model_control import FakeControl
 from support.waiting import WAIT_S
 
@@ -151,7 +152,7 @@ def test_a_server_that_has_not_loaded_all_its_models_is_not_shutting_down(tmp_pa
 @pytest.fixture
 def watched(monkeypatch):
     """Makes watches that ask often, and closes them."""
-    monkeypatch.setattr(watches, "_ASK_SERVER_EVERY_S", 0.01)
+    monkeypatch.setattr(judge, "_ASK_SERVER_EVERY_S", 0.01)
     made: list[ServerWatch] = []
 
     def make(ask, *, has_requests=lambda: True, **options) -> ServerWatch:

@@ -12,7 +12,7 @@ from pathlib import Path
 from charonia.errors import LaunchError
 from charonia.events import event, warning_event
 from charonia.launch.server.discovery import Installation
-from charonia.supervision.models.server_options import KEY_VARIABLE
+from charonia.server_options import KEY_VARIABLE
 
 MAX_ELEMENTS = 2**24
 """Maximum number of elements of any input. The longest prompt has a quarter of that."""

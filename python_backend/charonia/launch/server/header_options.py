@@ -6,7 +6,7 @@ the trace id from it, and over gRPC Triton loses some contexts: see `traceparent
 
 from collections.abc import Sequence
 
-from charonia.supervision.models.server_options import header_pattern
+from charonia.server_options import header_pattern
 from charonia.tracing.traceparent import TRACEPARENT
 
 

@@ -37,7 +37,7 @@ from charonia.model_config import read_config
 from charonia.sampling_defaults import SamplingDefaults
 from charonia.serving.messages.reload import LEFT_OF_RELOADS
 from charonia.sockets.local import SOCKET_SUFFIX
-from charonia.supervision.models.engine_repair import LOAD_MARK
+from charonia.supervision.models.repairs import LOAD_MARK
 from charonia.text.draft import check_draft_tokenizer
 from charonia.text.tokenizer import Tokenizer
 from charonia.tracing.endpoint import check_endpoint

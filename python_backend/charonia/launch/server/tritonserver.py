@@ -34,10 +34,10 @@ from charonia.log_level import VARIABLE as LOG_LEVEL_VARIABLE
 from charonia.metrics.merged_page import MergedPage
 from charonia.metrics.page_server import PageServer
 from charonia.metrics.snapshot import read_metrics
+from charonia.server_options import keyed_name
 from charonia.serving.hosts.cores import VARIABLE
 from charonia.serving.hosts.model_process import STACKS_SIGNAL
 from charonia.serving.messages.handover import HANDOVER_SOCKET, step_down
-from charonia.supervision.models.server_options import keyed_name
 from charonia.supervision.process_table import Stops
 from charonia.supervision.server.judge import STOPPED_S
 

@@ -39,7 +39,7 @@ from charonia.sockets.answering import Answer, answer_each, answer_overlapping
 from charonia.sockets.connection import Connection
 from charonia.sockets.local import is_same_user, listen
 from charonia.sockets.server import Server
-from charonia.supervision.models.engine_repair import is_loaded_by_scheduler
+from charonia.supervision.models.repairs import is_loaded_by_scheduler
 
 MODEL_FILE = "model.json"
 _SPIN_S = 1e-3

@@ -30,7 +30,8 @@ from charonia.serving.requests.responders import (
     failing_with_errors,
 )
 from charonia.serving.requests.tensors import INTERNAL_ERROR, read_request
-from charonia.supervision.models.watches import Readiness, ServerWatch
+from charonia.supervision.models.judge import ServerWatch
+from charonia.supervision.models.probes import Readiness
 
 LOST = "the connection to the scheduler has ended; the request is lost"
 

@@ -25,6 +25,7 @@ from charonia.errors import ConfigError
 from charonia.events import Log
 from charonia.metrics.page_socket import METRICS_SOCKET, serve_metrics
 from charonia.metrics.triton_page import MetricsExporter
+from charonia.server_options import ServerOptions
 from charonia.serving.hosts.engine import MODEL_FILE
 from charonia.serving.messages.executor import SocketExecutor
 from charonia.serving.messages.handover import HANDOVER_SOCKET, Handover
@@ -45,9 +46,8 @@ from charonia.serving.requests.responders import Responder, TritonResponder
 from charonia.serving.requests.sessions import Sessions
 from charonia.serving.requests.tensors import read_request
 from charonia.serving.requests.tokenizing import Tokenizing
-from charonia.supervision.models.grpc_control import GrpcControl
-from charonia.supervision.models.server_options import ServerOptions
-from charonia.supervision.models.watches import Readiness
+from charonia.supervision.models.model_control import GrpcControl
+from charonia.supervision.models.probes import Readiness
 from charonia.text.draft import check_draft_tokenizer
 from charonia.text.tokenizer import Tokenizer
 

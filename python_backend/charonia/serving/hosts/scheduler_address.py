@@ -14,7 +14,7 @@ from charonia.events import RareLog, error_event
 from charonia.serving.messages.relay_client import requests_socket
 from charonia.sockets.channel import Channel
 from charonia.sockets.local import connect
-from charonia.supervision.models.watches import clean
+from charonia.supervision.models.probes import clean
 
 
 class SchedulerAddress:

@@ -1,12 +1,12 @@
 """The engine in another Triton model, as an Executor: plans and results by socket.
 
 Owns the connection to the engine and its timeouts. Must not know the contents of a plan, nor how an
-engine is loaded; `engine_repair` does.
+engine is loaded; `repairs` does.
 
     submit() ──► socket ──► engine ──► socket ──► result()      every step
     a second connection: is the engine alive                    every second, see `EngineWatch`
     a question to Triton: is the server shutting down           with requests: `ServerWatch`
-    open(): a thread finds the engine, or loads it              see `engine_repair`
+    open(): a thread finds the engine, or loads it              see `repairs`
 
 A message over BLS passes through tritonserver. That costs five or six wake-ups of threads each way,
 and about 0.4 ms of processor time. All these processes are on one machine, so frequent messages go
@@ -41,14 +41,9 @@ from charonia.protocol import (
 )
 from charonia.sockets.channel import Channel
 from charonia.sockets.local import SOCKET_SUFFIX, connect, peer_pid
-from charonia.supervision.models.engine_repair import EngineModel, ModelLoader
-from charonia.supervision.models.watches import (
-    HUNG_UP,
-    UNLOADED,
-    EngineWatch,
-    Readiness,
-    ServerWatch,
-)
+from charonia.supervision.models.judge import EngineWatch, ServerWatch
+from charonia.supervision.models.probes import HUNG_UP, UNLOADED, Readiness
+from charonia.supervision.models.repairs import EngineModel, ModelLoader
 from charonia.supervision.process_table import start_time
 
 STEPS_SOCKET = f"steps{SOCKET_SUFFIX}"

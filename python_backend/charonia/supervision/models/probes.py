@@ -1,14 +1,13 @@
-"""Watches from a model's process: the engine's process, its model's state, and the server.
+"""Probes from a model's process: of the engine's process, its model's state, and the server.
 
-Owns the probes, the meaning of their answers, and when they may be sent. Must not know plans, or
-what happens to requests, or to an engine that is lost.
+Owns the probes and the meaning of their answers. Must not know when they are sent (`judge`), plans,
+or what happens to requests.
 
 ::
 
-    EngineWatch   the scheduler probes the engine's process over a second connection to its socket;
-                  a thread of the engine answers, whatever the current step is doing
+    EngineProbe   asks the engine's process over a second connection to its socket; a thread of the
+                  engine answers, whatever the current step is doing
     Readiness     asks Triton by BLS whether a model is loaded, and whether the server works
-    ServerWatch   in a model with requests, asks repeatedly whether the server is shutting down
 
     hello ──► answer              the engine lives, however long its step takes
     hello ──► end of connection   the process has ended
@@ -18,8 +17,6 @@ what happens to requests, or to an engine that is lost.
 """
 
 import re
-import threading
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -32,18 +29,15 @@ from charonia.errors import (
     ServerStoppingError,
     split_answer,
 )
-from charonia.events import error_event
 from charonia.protocol import Hello, ShutdownNotice, decode_reply, encode
 from charonia.sockets.channel import Channel
 from charonia.supervision.process_table import process_state
 
 UNLOADED = "the engine was unloaded"
 HUNG_UP = "the engine's process has hung up"
-_ASK_ENGINE_EVERY_S = 1.0
 _LOOK_AFTER_S = 1.0
 _NUM_LOOKS = 10
 _HELLO = encode(Hello())
-_ASK_SERVER_EVERY_S = 0.25
 _OUTPUT = "readiness"
 _IS_LOADED = "unexpected inference output"
 _IS_NOT_LOADED = "is not ready"
@@ -52,8 +46,8 @@ _TAKES_NO_CALLS = ("Server not ready", "BLS is only supported during")
 a model that is being unloaded."""
 
 
-class EngineWatch:
-    """Watches one engine, from its construction on.
+class EngineProbe:
+    """Probes one engine.
 
     Args:
         channel: a connection to the engine, used by this object alone.
@@ -63,40 +57,14 @@ class EngineWatch:
     def __init__(self, channel: Channel, pid: int) -> None:
         self._channel = channel
         self._pid = pid
-        self._failure: EngineDiedError | None = None
-        self._is_closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="charonia-watch", daemon=True)
-        self._thread.start()
 
-    def check(self) -> None:
-        """Raise if the engine is known to be lost; does not wait.
+    def ask(self) -> None:
+        """Ask whether the engine lives, and wait for its answer.
 
         Raises:
             EngineDiedError: it has ended. EngineHungError: it does not answer. EngineUnloadedError:
                 it has sent a shutdown notice.
         """
-        failure = self._failure
-        if failure is not None:
-            raise type(failure)(str(failure))
-
-    def close(self) -> None:
-        """Stop watching."""
-        self._is_closing.set()
-        self._channel.hang_up()
-        self._thread.join()
-
-    def _run(self) -> None:
-        try:
-            while not self._is_closing.is_set():
-                self._ask()
-                self._is_closing.wait(_ASK_ENGINE_EVERY_S)
-        except EngineDiedError as failure:
-            self._failure = failure
-        finally:
-            self._channel.close()
-
-    def _ask(self) -> None:
-        """Raises as `check`."""
         try:
             self._channel.send(_HELLO, _LOOK_AFTER_S)
         except OSError:
@@ -114,6 +82,14 @@ class EngineWatch:
                 raise EngineUnloadedError(UNLOADED)
             return
         raise EngineHungError(f"no answer of the engine within {_NUM_LOOKS * _LOOK_AFTER_S:g} s")
+
+    def hang_up(self) -> None:
+        """End the connection; a question that waits fails. May be called from another thread."""
+        self._channel.hang_up()
+
+    def close(self) -> None:
+        """Release the connection."""
+        self._channel.close()
 
 
 def _is_shutdown_notice(data: bytes) -> bool:
@@ -189,86 +165,3 @@ def clean(message: str) -> str:
     """Triton's message without traceback, paths and kind of error."""
     message, _ = split_answer(re.split(r"\n+(?:At:|Traceback)", message)[0])
     return re.sub(r"(?<![\w.])/(?:[\w.+-]+/)+[\w.+-]*", "…", message).strip()
-
-
-class ServerWatch:
-    """Watches whether the server shuts down, from `start` on, while there are requests.
-
-    Triton does not tell a model about a shutdown before it unloads it, and it does not unload a
-    model with live requests. It waits for them for `--exit-timeout-secs`, then breaks them off. But
-    during shutdown, as during startup, it answers BLS calls with "Server not ready"; `Readiness`
-    tells the two apart. A model that asks can thus end its requests, and the server ends in order.
-    A refused call takes 0.2 ms; 30,000 of them did not grow the memory of either process.
-
-    A call must not be in flight while Triton 2.51.0 finalizes the calling model: it is never
-    answered, so this process never ends, or it crashes the server. Triton does not finalize a model
-    with requests, and first waits a second for signs of life. So only a model with requests that
-    Triton counts asks: the scheduler for its own clients, and each proxy for those that it relays.
-    The proxies tell the scheduler.
-
-    Args:
-        readiness: asks the server. The first of its unexpected exceptions is logged.
-        has_requests: whether this model has requests that Triton waits for before unloading it.
-        on_stopping: called once when a shutdown is found, in the watch's thread.
-        log: takes one line, from any thread.
-    """
-
-    def __init__(
-        self,
-        readiness: Readiness,
-        *,
-        has_requests: Callable[[], bool],
-        on_stopping: Callable[[], None] = lambda: None,
-        log: Callable[[str], None],
-    ) -> None:
-        self._readiness = readiness
-        self._has_requests = has_requests
-        self._on_stopping = on_stopping
-        self._log = log
-        self._is_stopping = False
-        self._is_closing = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        """Start watching; has no effect if already started."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="charonia-server", daemon=True)
-            self._thread.start()
-
-    def note_stopping(self) -> None:
-        """Note that another model has found the server shutting down."""
-        self._is_stopping = True
-
-    def check(self) -> None:
-        """Raise if the server is known to be shutting down; does not ask it.
-
-        Raises:
-            ServerStoppingError: the server is shutting down.
-        """
-        if self._is_stopping:
-            raise ServerStoppingError("the server is shutting down")
-
-    def close(self) -> None:
-        """Stop asking; `check` raises from now on."""
-        self._is_stopping = True
-        self._is_closing.set()
-        if self._thread is not None:
-            self._thread.join()
-
-    def _run(self) -> None:
-        has_complained = False
-        while not (self._is_closing.wait(_ASK_SERVER_EVERY_S) or self._is_stopping):
-            if not self._has_requests():
-                continue
-            try:
-                self._readiness.check_server()
-            except ServerStoppingError:
-                self._is_stopping = True
-                self._on_stopping()
-            except ServerStartingError:
-                continue
-            except Exception as error:  # tells nothing about a shutdown
-                if not has_complained:
-                    has_complained = True
-                    reason = f"{type(error).__name__}: {error}"
-                    self._log(error_event("server_watch_failed", reason=reason))

@@ -19,7 +19,7 @@ from typing import Any
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from charonia.supervision.models.server_options import ServerOptions
+from charonia.server_options import ServerOptions
 
 CONNECT_S = 10.0
 """Timeout for connecting: a starting server answers its models before it listens for clients."""

@@ -10,9 +10,9 @@ import pytest
 import tritonclient.grpc
 
 from charonia.launch.server.tritonserver import TritonServer
-from charonia.supervision.models import grpc_control
-from charonia.supervision.models.grpc_control import ControlError, GrpcControl
-from charonia.supervision.models.server_options import ServerOptions
+from charonia.server_options import ServerOptions
+from charonia.supervision.models import model_control
+from charonia.supervision.models.model_control import ControlError, GrpcControl
 from charonia.supervision.server.background import in_background
 from support.e2e import wait_for
 from support.long import long
@@ -118,7 +118,7 @@ def test_without_its_key_or_a_server_nothing_is_loaded(
     with pytest.raises(ControlError, match="restricted"):
         stranger.unload("engine")
     assert is_ready(server, "engine")
-    monkeypatch.setattr(grpc_control, "CONNECT_S", 0.5)
+    monkeypatch.setattr(model_control, "CONNECT_S", 0.5)
     server.stop()
     with pytest.raises(ControlError, match="nobody answers"):
         stranger.unload("engine")

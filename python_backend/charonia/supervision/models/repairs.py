@@ -1,7 +1,7 @@
-"""The engine as a model of Triton: kills the processes of a lost engine and loads a new one.
+"""Repairs a lost engine from the scheduler's process: kills its processes, loads its model again.
 
 Owns the order of these steps, and killing the processes that are left of an engine. Must not know
-plans, the protocol of an engine, or how a model is loaded.
+plans, the protocol of an engine, or how a model is loaded (`model_control`).
 
 It does nothing while the server is shutting down.
 """
@@ -16,7 +16,7 @@ from typing import Protocol
 
 from charonia.errors import EngineDiedError
 from charonia.protocol import EngineInfo
-from charonia.supervision.models.watches import Readiness, clean
+from charonia.supervision.models.probes import Readiness, clean
 from charonia.supervision.process_table import start_time
 
 LOAD_MARK = "load.mark"

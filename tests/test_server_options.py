@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from charonia.errors import ConfigError
-from charonia.supervision.models.server_options import (
+from charonia.server_options import (
     ENCRYPTED,
     KEY_VARIABLE,
     NO_GRPC,
