@@ -20,4 +20,4 @@ def test_answers_that_end_at_a_stop_string_leave_room_for_more(is_cancelled, num
     for key in "bcde":
         bench.add(key, max_tokens=240)
     bench.core.step()
-    assert bench.core._replica.num_running == num_running
+    assert bench.core.metrics.gauges["charonia_requests_running", ""] == num_running

@@ -1,5 +1,7 @@
 """A scheduler and an echoing engine side by side, for tests that look in between."""
 
+from dataclasses import replace
+
 from charonia.control import KVPool, Limits, Request, Scheduler
 from charonia.protocol import RowSampling, StepPlan
 from support.echo import EchoExecutor
@@ -11,8 +13,7 @@ LIMITS = Limits(
 
 
 def make_scheduler(**changes) -> Scheduler:
-    values = {name: getattr(LIMITS, name) for name in LIMITS.__slots__} | changes
-    return Scheduler(Limits(**values), KVPool(b"test"))
+    return Scheduler(replace(LIMITS, **changes), KVPool(b"test"))
 
 
 def make_request(key: str, num_prompt: int = 8, **changes) -> Request:

@@ -21,6 +21,7 @@ Mostly two steps are in flight, of the same rows or, in a pipeline, of different
 """
 
 from collections.abc import Callable, Collection
+from math import inf
 
 from charonia.config import EngineArgs, SchedulerArgs
 from charonia.control import Group, Limits, LoadShedding, Request, Update
@@ -50,6 +51,9 @@ from charonia.protocol import EngineInfo, Executor
 
 RESULT_WAIT_S = 0.1
 """Longest wait for a step, in seconds; then cancellations and timeouts are looked at."""
+SHOW_EVERY_S = 0.01
+"""Longest time for which metrics do not show what steps change, in seconds. What comes, begins or
+ends is shown with its step, and so is all when no step runs."""
 
 
 class EngineCore:
@@ -94,6 +98,7 @@ class EngineCore:
         self._log = log
         self._requests = RequestRegistry(make_stream, self.metrics, self.attainment, clock=clock)
         self._updates: list[Update] = []
+        self._shown_at = -inf  # so too where something is to be shown at once
         self._seed, self._next_seed = engine_args.seed, seeds_of(engine_args.seed)
         self._replica = Replica(
             executor,
@@ -206,6 +211,7 @@ class EngineCore:
         """
         live = LiveRequest(request, events, self._clock() if arrived_at is None else arrived_at)
         self._requests.add(live)
+        self._shown_at = -inf
         return live
 
     def cancel(self, live: LiveRequest) -> None:
@@ -294,8 +300,10 @@ class EngineCore:
             self._updates = replica.collect(RESULT_WAIT_S)
         elif was_serving:
             replica.watch()
-        self._set_gauges()
-        return is_busy or was_serving != replica.recovery.is_serving
+        is_serving = replica.recovery.is_serving
+        if not is_busy or was_serving != is_serving or self._is_to_show():
+            self._set_gauges()
+        return is_busy or was_serving != is_serving
 
     def _expire(self, now: float) -> None:
         """End the requests that have timed out."""
@@ -362,12 +370,14 @@ class EngineCore:
         for update in updates:
             if self._requests.take(update, now):
                 self._replica.finish(update.request.key, is_complete=True)
+                self._shown_at = -inf
         self.metrics.count_phase("deliver", self._clock() - now)
 
     # ------------------------------------------------------------------ from the replica
 
     def on_started(self, group: Group) -> None:
         """See `ReplicaEvents`."""
+        self._shown_at = -inf
         if (live := owner_of(group)) is not None:
             live.events.on_started()
 
@@ -396,12 +406,16 @@ class EngineCore:
 
     def _end(self, live: LiveRequest, error: CharoniaError) -> None:
         """End a request with an error, whether it is held or placed."""
+        self._shown_at = -inf
         for sample in live.open_samples:
             self._replica.finish(sample)
         self._requests.fail(live, error)
 
+    def _is_to_show(self) -> bool:
+        """Return whether metrics are to show the counts that a step has changed."""
+        has_end = any(update.finish_reason is not None for update in self._updates)
+        return has_end or self._clock() >= self._shown_at + SHOW_EVERY_S
+
     def _set_gauges(self) -> None:
-        gauges, replica = self.metrics.gauges, self._replica
-        gauges["charonia_requests_waiting", ""] = replica.num_waiting + len(self._requests.held)
-        gauges["charonia_requests_running", ""] = replica.num_running
-        replica.show_metrics()
+        self._shown_at = self._clock()
+        self._replica.show_metrics(num_held=len(self._requests.held))

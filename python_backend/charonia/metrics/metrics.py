@@ -4,13 +4,16 @@ Owns the values; `metric_table` has names and meanings. Must not know how they a
 `triton_page` reads the numbers and drains the observations. Only the scheduling thread writes,
 except for rejections, which the service counts under its lock.
 
-What belongs to a request is counted before its last chunk is delivered.
+What belongs to a request is counted before its last chunk is delivered. But what the control plane
+counts of one that ends at a stop string may be shown a hundredth of a second later, see
+`EngineCore`.
 """
 
 from bisect import bisect_left
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from itertools import accumulate
+from operator import attrgetter
 
 from charonia.control import DraftCounts, Scheduler
 from charonia.metrics.metric_table import BY_NAME, METRICS
@@ -22,6 +25,30 @@ MAX_UNDRAINED = 10_000
 Series = tuple[str, str]
 """A metric's name and the value of its one label, "" if it has none."""
 _GENERATED: Series = "charonia_generation_tokens_total", ""
+_BLOCKS: tuple[Series, ...] = (
+    *(("charonia_kv_blocks", state) for state in ("total", "used", "cached", "free", "aside")),
+    ("charonia_kv_retained_blocks", ""),
+)
+"""Series of the fields of `BlockUsage`."""
+_GAUGES: dict[Series, str] = {
+    ("charonia_draft_depth", ""): "draft_depth",
+    ("charonia_max_rows", ""): "max_rows",
+    ("charonia_max_step_tokens", ""): "max_step_tokens",
+}
+_COUNTERS: dict[Series, str] = {
+    ("charonia_prompt_tokens_total", "computed"): "prompt_tokens_computed",
+    ("charonia_prompt_tokens_total", "cached"): "prompt_tokens_cached",
+    ("charonia_preemptions_total", ""): "preemptions",
+    ("charonia_kv_blocks_evicted_total", ""): "blocks_evicted",
+    ("charonia_kv_blocks_saved_total", ""): "blocks_saved",
+    ("charonia_kv_blocks_loaded_total", ""): "blocks_loaded",
+    ("charonia_kv_loads_failed_total", ""): "loads_failed",
+    ("charonia_prefix_waits_total", ""): "prefix_waits",
+    ("charonia_prefix_cache_queried_tokens_total", ""): "prefix_queried_tokens",
+    ("charonia_prefix_cache_hit_tokens_total", ""): "prefix_hit_tokens",
+}
+"""Fields of `SchedulerStats` by the series that show them."""
+_read_gauges, _read_counters = attrgetter(*_GAUGES.values()), attrgetter(*_COUNTERS.values())
 
 
 class Histogram:
@@ -87,6 +114,8 @@ class Metrics:
         }
     )
 
+    _shown: tuple[object, ...] = field(default=(), init=False)  # by `show_scheduler`
+
     def count(self, name: str, amount: float = 1.0, label: str = "") -> None:
         """Add to a counter."""
         self.counters[name, label] += amount
@@ -130,32 +159,16 @@ class Metrics:
 
     def show_scheduler(self, scheduler: Scheduler) -> None:
         """Take over the control plane's counts, and how its blocks are used."""
-        kv, stats, tiers = scheduler.kv, scheduler.stats, dict(scheduler.tier_sizes())
-        self.gauges |= {
-            ("charonia_kv_blocks", "total"): kv.num_blocks - 1,
-            ("charonia_kv_blocks", "used"): kv.num_used,
-            ("charonia_kv_blocks", "cached"): kv.num_cached,
-            ("charonia_kv_blocks", "free"): kv.num_free - kv.num_cached,
-            ("charonia_kv_blocks", "aside"): kv.num_blocks - 1 - kv.num_usable,
-            ("charonia_kv_retained_blocks", ""): kv.num_retained,
-            ("charonia_kv_tier_blocks", "host"): tiers.get("host", 0),
-            ("charonia_kv_tier_blocks", "file"): tiers.get("file", 0),
-            ("charonia_draft_depth", ""): stats.draft_depth,
-            ("charonia_max_rows", ""): stats.max_rows,
-            ("charonia_max_step_tokens", ""): stats.max_step_tokens,
-        }
-        self.counters |= {
-            ("charonia_prompt_tokens_total", "computed"): stats.prompt_tokens_computed,
-            ("charonia_prompt_tokens_total", "cached"): stats.prompt_tokens_cached,
-            ("charonia_preemptions_total", ""): stats.preemptions,
-            ("charonia_kv_blocks_evicted_total", ""): stats.blocks_evicted,
-            ("charonia_kv_blocks_saved_total", ""): stats.blocks_saved,
-            ("charonia_kv_blocks_loaded_total", ""): stats.blocks_loaded,
-            ("charonia_kv_loads_failed_total", ""): stats.loads_failed,
-            ("charonia_prefix_waits_total", ""): stats.prefix_waits,
-            ("charonia_prefix_cache_queried_tokens_total", ""): stats.prefix_queried_tokens,
-            ("charonia_prefix_cache_hit_tokens_total", ""): stats.prefix_hit_tokens,
-        }
+        stats, usage, tiers = scheduler.stats, scheduler.kv.usage, dict(scheduler.tier_sizes())
+        of_gauges, of_counters = _read_gauges(stats), _read_counters(stats)
+        shown = usage, tiers, of_gauges, of_counters
+        if shown != self._shown:  # most steps change none of these
+            self._shown = shown
+            self.gauges.update(zip(_BLOCKS, usage, strict=True))
+            for tier in ("host", "file"):
+                self.gauges["charonia_kv_tier_blocks", tier] = tiers.get(tier, 0)
+            self.gauges.update(zip(_GAUGES, of_gauges, strict=True))
+            self.counters.update(zip(_COUNTERS, of_counters, strict=True))
         self.show_drafts(stats.drafts)
 
     def show_memory(self, memory: MemoryReport | None) -> None:

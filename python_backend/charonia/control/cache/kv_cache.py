@@ -12,6 +12,7 @@ import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from charonia.control.cache.block_pool import BlockPool
 from charonia.control.cache.cache_events import CacheEvents
@@ -27,6 +28,23 @@ NO_ENTRIES: list[int] = []  # never appended to
 _MOST_RESERVED = 4
 """Most reservations per block of the cache. Requests beyond that are far from their turn. Preempted
 requests and loaded blocks are reserved in any case."""
+
+
+class BlockUsage(NamedTuple):
+    """Blocks of a cache by state.
+
+    Attributes:
+        total: without the null block. used: that live requests reference. cached: free ones that
+            hold content. empty: free ones without. aside: those for which there is no memory.
+        retained: used or cached ones that are evicted after all others.
+    """
+
+    total: int
+    used: int
+    cached: int
+    empty: int
+    aside: int
+    retained: int
 
 
 class KVCache:
@@ -85,6 +103,14 @@ class KVCache:
         self._num_waiting = [0] * num_blocks  # reservations by entry
         self._reserved: OrderedDict[str, list[int]] = OrderedDict()  # entries by waiting request
         self._to_evict: list[int] = []  # a victim, its child, the child of that, ...
+
+    @property
+    def usage(self) -> BlockUsage:
+        """Its blocks by state."""
+        total, cached = self.num_blocks - 1, self.num_cached
+        empty, aside = self._pool.num_empty, self._pool.num_aside
+        used = total - aside - empty - cached
+        return BlockUsage(total, used, cached, empty, aside, self.num_retained)
 
     @property
     def num_free(self) -> int:

@@ -10,6 +10,7 @@ from charonia.control.state.limits import Limits
 
 _PROMPT_SHARE = 0.75  # least share of prompt tokens in steps that `PairCost` learns from
 _LEAST_TOKENS = 16
+_PLAIN_EVERY = 8  # steps without prompts, of which one is learned from
 
 
 class PromptTime:
@@ -21,6 +22,7 @@ class PromptTime:
     def __init__(self) -> None:
         self._cost = CostCurve()  # time of tokens without the attention to earlier ones
         self._pairs = PairCost()
+        self._num_plain = 0  # steps without prompts
         self._budget: int  # most tokens of a step
 
     @property
@@ -37,6 +39,9 @@ class PromptTime:
     ) -> None:
         """A step computed `num_tokens` tokens, drafts to verify included.
 
+        Of steps without prompts, those of a size that is known tell little more than how fast the
+        machine is now, so a part of them is enough.
+
         Args:
             num_prompt_tokens: those in rows that compute a prompt.
             num_pairs: pairs of such a token and a token that it attends to.
@@ -44,9 +49,14 @@ class PromptTime:
             seconds: time in the engine, with the draft model's, because deadlines and waits for a
                 shared prefix run meanwhile.
         """
+        if not num_prompt_tokens and self._cost.is_measured(num_tokens):
+            self._num_plain += 1
+            if self._num_plain % _PLAIN_EVERY:
+                return
         if num_prompt_tokens >= max(_LEAST_TOKENS, _PROMPT_SHARE * num_tokens):
             self._pairs.observe(num_tokens, num_pairs, num_keys, seconds)
-        self._cost.observe(num_tokens, seconds - self.attention.of(num_pairs, num_keys))
+        attention_s = self.attention.of(num_pairs, num_keys) if num_pairs else 0.0
+        self._cost.observe(num_tokens, seconds - attention_s)
 
     def of(self, num_tokens: int, num_before: int = 0) -> float:
         """Seconds of `num_tokens` tokens behind `num_before` others; 0 while nothing is known."""

@@ -64,6 +64,8 @@ class Admission:
         this step: it was the last in order, so it cannot displace others. A request that joined
         the step stays in it, even if charging its prompt has changed the order of the tenants.
         """
+        if not self._waiting:
+            return
         self._fitting.begin(step)
         num_tokens = num_displaced = 0
         joined: set[int | None] = set()  # rows
@@ -102,8 +104,7 @@ class Admission:
         Args:
             suspect: the only request that may run; None if there is no suspect.
         """
-        num_free_rows = self._num_free_rows()
-        if not num_free_rows or not self._waiting:
+        if not self._waiting or not (num_free_rows := self._num_free_rows()):
             return
         self._fitting.begin(step)
         owed = self._fitting.num_owed()

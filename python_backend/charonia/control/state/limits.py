@@ -4,7 +4,7 @@ Owns the arithmetic of capacity: what an engine's size means for a request. Know
 requests that exist.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from charonia.errors import ConfigError, InvalidRequestError, PromptTooLongError
 from charonia.protocol import EngineInfo
@@ -25,6 +25,8 @@ class Limits:
         num_stages: stages of the engine's pipeline.
         async_scheduling: whether a step is planned while the one before it computes, for the same
             rows. It has no effect on a pipeline, which overlaps steps of different rows.
+        overlaps: whether a request may be in two steps in flight.
+        max_steps_in_flight: plans that may be made before the first of them is applied.
     """
 
     num_blocks: int
@@ -39,8 +41,13 @@ class Limits:
     enable_chunked_prefill: bool = True
     watches_memory: bool = False
     flops_per_token: float = 0.0
+    overlaps: bool = field(init=False)
+    max_steps_in_flight: int = field(init=False)
 
     def __post_init__(self) -> None:
+        # Every step asks for these more than once.
+        object.__setattr__(self, "overlaps", self.async_scheduling and self.num_stages == 1)
+        object.__setattr__(self, "max_steps_in_flight", self.num_stages + self.overlaps)
         if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
             raise ConfigError(
                 f"max_num_batched_tokens = {self.max_num_batched_tokens} must be at least "
@@ -79,16 +86,6 @@ class Limits:
             watches_memory=info.watches_memory,
             flops_per_token=2.0 * info.num_parameters,
         )
-
-    @property
-    def overlaps(self) -> bool:
-        """True if a request may be in two steps in flight."""
-        return self.async_scheduling and self.num_stages == 1
-
-    @property
-    def max_steps_in_flight(self) -> int:
-        """Plans that may be made before the first of them is applied."""
-        return self.num_stages + self.overlaps
 
     @property
     def pool_tokens(self) -> int:

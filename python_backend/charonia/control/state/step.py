@@ -126,11 +126,15 @@ class Step:
     @property
     def num_drafts(self) -> int:
         """Drafts that its rows verify."""
+        if not self.drafts:
+            return 0
         return sum(draft.num_drafts for draft in self.drafts.values())
 
     @property
     def num_decode_drafts(self) -> int:
         """Drafts of rows that compute no prompt."""
+        if not self.drafts:
+            return 0
         return sum(
             draft.num_drafts
             for place, draft in self.drafts.items()
@@ -155,7 +159,7 @@ class Step:
             leaves=leaves,
             joins=self.joins,
             saves=self.saves,
-            loads=[load for fetch in self.fetches for load in fetch.loads],
+            loads=[load for fetch in self.fetches for load in fetch.loads] if self.fetches else [],
             discards=self.discards,
             num_blocks=self.num_blocks,
             copies=self.copies,

@@ -149,20 +149,18 @@ class Replica:
         reload = self._reload
         return None if reload is None or reload.is_over else reload
 
-    @property
-    def num_running(self) -> int:
-        """Number of samples that have a row of the engine."""
-        return self._schedulers.num_running
+    def show_metrics(self, num_held: int) -> None:
+        """Update the metrics of this replica.
 
-    @property
-    def num_waiting(self) -> int:
-        """Number of samples that wait for a row."""
-        return self._schedulers.num_waiting
-
-    def show_metrics(self) -> None:
-        """Update the metrics of this replica."""
-        self._metrics.gauges["charonia_engine_up", ""] = float(self.recovery.is_serving)
-        if (scheduler := self._scheduler) is not None:
+        Args:
+            num_held: requests that wait elsewhere.
+        """
+        gauges, scheduler = self._metrics.gauges, self._scheduler
+        gauges["charonia_engine_up", ""] = float(self.recovery.is_serving)
+        num_waiting = 0 if scheduler is None else scheduler.num_waiting
+        gauges["charonia_requests_waiting", ""] = num_waiting + num_held
+        gauges["charonia_requests_running", ""] = 0 if scheduler is None else scheduler.num_running
+        if scheduler is not None:
             self._metrics.show_scheduler(scheduler)
         if self._kv_events is not None:
             dropped = "charonia_kv_event_batches_dropped_total", ""
@@ -202,9 +200,10 @@ class Replica:
         A step that overlaps another one is planned shortly before it is needed, so that it includes
         requests that arrive until then: see `plan_time`.
         """
-        scheduler, steps = self._scheduler, self._steps
+        scheduler, steps = self._schedulers.present, self._steps
         assert scheduler is not None, "fill() before there was an engine"
-        while len(steps) < scheduler.limits.max_steps_in_flight:
+        most = scheduler.limits.max_steps_in_flight
+        while len(steps) < most:
             now = self._clock()
             if not steps.is_plan_due(now):
                 return
@@ -252,7 +251,8 @@ class Replica:
         assert scheduler is not None, "a step without a scheduler"
         if step.num_tokens:
             self.recovery.note_step()
-        self._metrics.count_collectives(step.result.collectives or {})
+        if step.result.collectives:
+            self._metrics.count_collectives(step.result.collectives)
         updates = scheduler.apply(step.result, self._clock())
         if self._kv_events is not None:
             self._kv_events.flush()

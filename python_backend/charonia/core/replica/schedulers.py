@@ -64,16 +64,6 @@ class Schedulers:
         """Number of live samples."""
         return 0 if self.present is None else self.present.num_live
 
-    @property
-    def num_running(self) -> int:
-        """Number of live samples that have a row of the engine."""
-        return 0 if self.present is None else self.present.num_running
-
-    @property
-    def num_waiting(self) -> int:
-        """Number of live samples that wait for a row."""
-        return 0 if self.present is None else self.present.num_waiting
-
     def shed(self, shedding: LoadShedding) -> None:
         """Apply load shedding to steps from now on, on any engine."""
         self._shedding = shedding
