@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from charonia.errors import RateLimitedError
-from core.test_service import Client, Gated, make_service, wait_until_up
+from core.service_bench import Client, Gated, make_service, wait_until_up
 from support.echo import EchoExecutor, echo_run
 from support.waiting import WAIT_S
 

@@ -15,8 +15,8 @@ from charonia.protocol import SamplingParams
 from charonia.traces import read_requests
 from core.answer_bench import AnswerBench
 from core.bench import byte_tokenizer
+from core.service_bench import Client, Gated, wait_until_up
 from core.test_gate import KeyedGate
-from core.test_service import Client, Gated, wait_until_up
 from support.echo import EchoExecutor
 from support.waiting import WAIT_S
 

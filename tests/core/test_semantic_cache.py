@@ -9,7 +9,7 @@ from charonia.core.answers import SimilarPrompts
 from charonia.core.answers.similar import MAX_LOOKUPS
 from charonia.errors import ConfigError
 from core.answer_bench import LOTS, AnswerBench, Found, alone, content, reload_
-from core.test_service import Client, make_service, wait_until_up
+from core.service_bench import Client, make_service, wait_until_up
 from support.echo import EchoExecutor, echo_run
 from support.waiting import WAIT_S, eventually
 

@@ -1,13 +1,17 @@
 """What tests of the Triton glue share: a double of `pb_utils`, and a responder that keeps all."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
 from charonia.errors import CharoniaError
+from charonia.serving.requests import session, sessions
 from charonia.serving.requests.raw_request import Outputs
 from support.pb_utils import PbUtils
+from support.sessions import Harness
+from support.waiting import Clock
 
 
 @pytest.fixture
@@ -52,3 +56,32 @@ def strings(*values: str | bytes) -> Any:
 @pytest.fixture(name="strings")
 def strings_fixture() -> Any:
     return strings
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """By which sessions wait."""
+    clock = Clock()
+    for module in (session, sessions):
+        monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def harness() -> Iterator[Harness]:
+    """Sessions with two senders."""
+    yield from closed_soon(Harness())
+
+
+@pytest.fixture
+def by_fours() -> Iterator[Harness]:
+    """Sessions whose responses have four tokens; one thread sends them."""
+    yield from closed_soon(Harness(num_threads=1, stream_interval=4))
+
+
+def closed_soon(made: Harness) -> Iterator[Harness]:
+    """Sessions that are closed soon, as some tests leave requests that wait for ever."""
+    yield made
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sessions, "CLOSE_WAIT_S", 0.05)
+        made.sessions.close()
