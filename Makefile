@@ -23,7 +23,7 @@ MIN_GLIBC_MINOR := 35
 # A process that dies ends the run: its tests would run again, and xdist may wait for ever.
 TESTS := $(BIN)/python tests/run.py --numprocesses 3 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder --durations 20 --durations-min 8
 
-.PHONY: help setup demo serve test test-long test-page observe-test gateway-clients gateway-fuzz dashboards dashboards-picture check interface bench bench-peers bench-speculation bench-overlap bench-gap bench-observing bench-attention bench-front bench-prompt bench-control bench-stall bench-flood bench-simulator bench-policies bench-cache bench-prefix bench-samples bench-kv bench-parallel bench-faults bench-endurance bench-metrics bench-gateway bench-hostile clean
+.PHONY: help setup demo serve test test-long test-page observe-test gateway-clients gateway-fuzz dashboards dashboards-picture check interface bench bench-peers bench-speculation bench-overlap bench-gap bench-observing bench-attention bench-first-token bench-prompt bench-control bench-stall bench-flood bench-simulator bench-policies bench-cache bench-prefix bench-samples bench-kv bench-parallel bench-faults bench-endurance bench-metrics bench-gateway bench-hostile clean
 
 help:
 	@echo "make setup   create $(VENV) with everything (pinned by constraints.txt)"
@@ -45,7 +45,7 @@ help:
 	@echo "make bench-overlap   measure what steps that overlap are worth behind Triton; arguments in ARGS"
 	@echo "make bench-gap   measure what lies between the passes of two steps in the engine; arguments in ARGS"
 	@echo "make bench-attention  measure attention over pages beside what the machine reads and multiplies; arguments in ARGS"
-	@echo "make bench-front   measure what a prompt's first token costs beside the engine's step; arguments in ARGS"
+	@echo "make bench-first-token   measure what a prompt's first token costs beside the engine's step; arguments in ARGS"
 	@echo "make bench-prompt   measure what grows with a prompt's length, beside its steps: time and memory; arguments in ARGS"
 	@echo "make bench-control   measure what planning a step costs, by policy, by what happens in it and by what waits; arguments in ARGS"
 	@echo "make bench-simulator   measure how far the simulator is from a real server; arguments in ARGS"
@@ -187,8 +187,8 @@ bench-gap: $(KERNELS)
 bench-attention: $(KERNELS)
 	@$(BIN)/python loadtests/attention_bench.py $(ARGS)
 
-bench-front: $(KERNELS)
-	@$(BIN)/python loadtests/front_bench.py $(ARGS)
+bench-first-token: $(KERNELS)
+	@$(BIN)/python loadtests/first_token_bench.py $(ARGS)
 
 bench-prompt: $(KERNELS)
 	@$(BIN)/python loadtests/prompt_bench.py $(ARGS)

@@ -1,6 +1,6 @@
 """Measure what a prompt's first token costs beside the engine's step, and where.
 
-    python loadtests/front_bench.py                      # llama-135m, prompts of 128 tokens
+    python loadtests/first_token_bench.py                      # llama-135m, prompts of 128 tokens
 
 On a real server one prompt after another is sent for one token. Their times are cut where the
 scheduler hands a step to the engine and has its result. In turns with them, a model that does
@@ -200,10 +200,10 @@ def main() -> None:
     parser.add_argument("--length", type=positive, default=128, metavar="N", help="default: 128")
     parser.add_argument("--prompts", type=positive, default=60, metavar="N", help="default: 60")
     parser.add_argument("--at-once", type=positive, default=8, metavar="N", help="default: 8")
-    add_output(parser, "front")
+    add_output(parser, "first-token")
     options = parser.parse_args()
-    stem = output_stem(options.output, "front")
-    found = circumstances("front_bench.py") | run(options)
+    stem = output_stem(options.output, "first-token")
+    found = circumstances("first_token_bench.py") | run(options)
     print(f"\n{write_record(stem, found)}")
 
 
