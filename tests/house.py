@@ -30,6 +30,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from support.syntax import parse
+
 ROOT = Path(__file__).parents[1]
 FOLDER = "python_backend"
 PACKAGE = f"{FOLDER}/charonia"
@@ -101,7 +103,7 @@ def read(sources: dict[str, str], request_md: str) -> House:
     lines = {path: source.count("\n") for path, source in sources.items()}
     house = House(lines, shapes_of(request_md))
     for path, source in sources.items():
-        tree = ast.parse(source)
+        tree = parse(source)
         keyed = keyed_attributes(tree) if path.startswith(REGISTRY_PARTS) else set()
         for owner in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
             for name, annotation in callables_of(owner):

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from support.syntax import parse
+
 PACKAGE = Path(__file__).parents[1] / "python_backend" / "charonia"
 
 
@@ -122,7 +124,7 @@ def part_of(module: str) -> str:
 
 def imports_of(source: str) -> Iterator[tuple[str, bool]]:
     """Yield the full names that a source imports, and whether it does so inside a function."""
-    todo: list[tuple[ast.AST, bool]] = [(ast.parse(source), False)]
+    todo: list[tuple[ast.AST, bool]] = [(parse(source), False)]
     while todo:
         node, is_inside = todo.pop()
         if isinstance(node, ast.Import):

@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import pytest
 
+from support.syntax import parse
+
 BACKEND = Path(__file__).parents[1] / "python_backend"
 PACKAGE = BACKEND / "charonia"
 DOCUMENT = BACKEND / "REQUEST.md"
@@ -41,7 +43,7 @@ class Place(NamedTuple):
 
 def classes_in(source: str) -> Iterator[ast.ClassDef]:
     """Its classes, those inside others too."""
-    return (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef))
+    return (node for node in ast.walk(parse(source)) if isinstance(node, ast.ClassDef))
 
 
 def fields_of(node: ast.ClassDef) -> Fields:

@@ -21,6 +21,7 @@ from charonia.serving.requests.raw_request import RawRequest
 from charonia.sockets import connection
 from charonia.sockets.local import connect, listen
 from support.sockets import SchedulerEnd, refuse_threads
+from support.syntax import parse
 from support.waiting import WAIT_S
 
 RAW = RawRequest({"input_ids": np.array([1, 2], dtype=np.int32)}, {})
@@ -160,7 +161,7 @@ def names_in(source: str) -> set[str]:
     """All names, attributes and arguments."""
     return {
         getattr(node, field)
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(parse(source))
         for field in ("id", "attr", "arg")
         if isinstance(getattr(node, field, None), str)
     }

@@ -79,14 +79,14 @@ class Fitting:
         self._peak = peak
         self._sharing = sharing
         self._fetching = fetching
-        self._step_id = -1  # its requests are not kept
+        self._step: Step | None = None
         self._num_skipped = 0  # waiting requests that the last step looked at in vain
 
     def begin(self, step: Step) -> None:
         """Begin a step; the next questions are about it."""
-        if self._peak is not None and step.step_id != self._step_id:
+        if self._peak is not None and step is not self._step:
             self._peak.begin_plan()
-        self._step_id = step.step_id
+        self._step = step
 
     def num_owed(self) -> int:
         """Blocks that running requests still need for the tokens that the next step may compute."""
