@@ -1,5 +1,6 @@
 """What a request and a step stay within."""
 
+import msgspec
 import pytest
 
 from charonia.control import Limits
@@ -22,3 +23,12 @@ def test_a_prompt_that_can_never_be_served_is_refused(num_tokens):
 def test_without_chunking_the_budget_must_hold_the_longest_prompt():
     with pytest.raises(ConfigError, match="max_num_batched_tokens = 32"):
         make_scheduler(enable_chunked_prefill=False, max_num_batched_tokens=32)
+
+
+def test_a_record_from_before_they_had_what_follows_from_others_is_read():
+    limits = Limits(17, 4, 64, 2, 6, async_scheduling=True)
+    recorded = msgspec.to_builtins(limits)
+    del recorded["overlaps"], recorded["max_steps_in_flight"]
+    read = msgspec.convert(recorded, Limits)
+    assert read == limits
+    assert (read.overlaps, read.max_steps_in_flight) == (True, 2)

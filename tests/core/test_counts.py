@@ -1,5 +1,6 @@
 """What the core counts of tokens, drafts and time, for the server and for each request."""
 
+from itertools import pairwise
 from string import ascii_letters
 
 import pytest
@@ -39,6 +40,34 @@ def test_a_request_for_several_samples_counts_with_their_number(makes):
     ask("c", n=2, best_of=4, max_tokens=4)
     bench.run()
     assert bench.core.metrics.drain()["request_params_n"] == [3, 3, 2]
+
+
+def test_quick_steps_show_what_they_change_from_time_to_time_and_ends_at_once():
+    bench = Bench(EchoExecutor(num_blocks=64, block_size=2))
+    gauges = bench.core.metrics.gauges
+
+    def step() -> float:
+        bench.now += 0.001
+        bench.core.step()
+        return gauges["charonia_kv_blocks", "used"]
+
+    bench.add("a", prompt=[1], max_tokens=60)
+    used = [step() for _ in range(40)]
+    assert used[0] == 1, "what begins is shown at once"
+    assert 3 <= sum(one != other for one, other in pairwise(used)) <= 4
+    bench.add("b", n=2, max_tokens=60)
+    for _ in range(3):
+        step()
+    assert gauges["charonia_requests_running", ""] == 3
+    bench.cancel_samples("b", [1])
+    step()
+    assert gauges["charonia_requests_running", ""] == 2
+    bench.cancel("b")
+    step()
+    assert gauges["charonia_requests_running", ""] == 1
+    while bench.core.has_requests:
+        step()
+    assert gauges["charonia_requests_running", ""] == gauges["charonia_kv_blocks", "used"] == 0
 
 
 class TickingBench(Bench):

@@ -52,8 +52,9 @@ from charonia.protocol import EngineInfo, Executor
 RESULT_WAIT_S = 0.1
 """Longest wait for a step, in seconds; then cancellations and timeouts are looked at."""
 SHOW_EVERY_S = 0.01
-"""Longest time for which metrics do not show what steps change, in seconds. What comes, begins or
-ends is shown with its step, and so is all when no step runs."""
+"""Interval at which metrics show what steps change, in seconds. It is looked at after each step, or
+each `RESULT_WAIT_S` of it. What comes, begins or ends is shown with its step, and so is all when no
+step runs."""
 
 
 class EngineCore:
@@ -228,6 +229,7 @@ class EngineCore:
         """
         if live not in self._requests:
             return
+        self._shown_at = -inf
         if live.leaves_nothing(indexes):
             self._note_cancelled(live)
         for sample in live.cancellable(indexes):
@@ -357,6 +359,7 @@ class EngineCore:
             for sample in added:
                 replica.finish(sample.key)
             self._requests.fail(live, error)
+            self._shown_at = -inf
             return
         self._requests.open(live, samples)
         if live.cancelled:

@@ -5,8 +5,7 @@ Owns the values; `metric_table` has names and meanings. Must not know how they a
 except for rejections, which the service counts under its lock.
 
 What belongs to a request is counted before its last chunk is delivered. But what the control plane
-counts of one that ends at a stop string may be shown a hundredth of a second later, see
-`EngineCore`.
+counts of one that ends at a stop string may be shown a step later.
 """
 
 from bisect import bisect_left

@@ -64,9 +64,9 @@ class Admission:
         this step: it was the last in order, so it cannot displace others. A request that joined
         the step stays in it, even if charging its prompt has changed the order of the tenants.
         """
+        self._fitting.begin(step)
         if not self._waiting:
             return
-        self._fitting.begin(step)
         num_tokens = num_displaced = 0
         joined: set[int | None] = set()  # rows
         owed: int | None = None  # see `Fitting.num_owed`

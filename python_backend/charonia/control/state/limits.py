@@ -41,8 +41,8 @@ class Limits:
     enable_chunked_prefill: bool = True
     watches_memory: bool = False
     flops_per_token: float = 0.0
-    overlaps: bool = field(init=False)
-    max_steps_in_flight: int = field(init=False)
+    overlaps: bool = field(init=False, default=False)
+    max_steps_in_flight: int = field(init=False, default=1)
 
     def __post_init__(self) -> None:
         # Every step asks for these more than once.
