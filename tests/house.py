@@ -4,7 +4,8 @@
     python tests/house.py d60fe23 HEAD     # commits beside each other
     python tests/house.py --list           # also every callback, registry and long file by name
 
-Owns how these are counted, so that two states can be compared. Standard library only.
+Owns how these are counted, so that two states can be compared. Needs nothing but the
+standard library and `support.syntax`.
 
     watchers     files about whether other processes work, and what is done if not: probes, watches,
                  circuit breakers, restarts, repairs. They are known by their folder or name

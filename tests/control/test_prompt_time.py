@@ -166,6 +166,22 @@ def test_rows_that_decode_say_nothing_of_what_prompts_look_at() -> None:
     assert time.of(BUDGET, 8000) - time.of(BUDGET) == pytest.approx(before)
 
 
+@pytest.mark.parametrize("num_rows", [1, 8, 64])
+def test_steps_without_prompts_tell_within_half_a_second_that_the_machine_is_slower(
+    num_rows: int,
+) -> None:
+    time = prompt_time(chunks_of(16 * BUDGET, BUDGET) * 3)
+    before, step_s = time.of(BUDGET), seconds_of(num_rows, 0)
+    for _ in range(max(300, round(2.0 / step_s))):
+        time.note_step(num_rows, 0, 0, 0, step_s)
+    assert time.of(num_rows) == pytest.approx(step_s, rel=0.05)
+    assert time.of(BUDGET) == pytest.approx(before, rel=0.05)
+    for _ in range(max(50, round(0.5 / (3 * step_s)))):
+        time.note_step(num_rows, 0, 0, 0, 3 * step_s)
+    assert time.of(num_rows) == pytest.approx(3 * step_s, rel=0.1)
+    assert time.of(BUDGET) == pytest.approx(3 * before, rel=0.25)
+
+
 def test_the_rest_of_a_prompt_looks_back_on_what_is_cached_of_it() -> None:
     remaining = RemainingTime(OutputLengths(), prompt_time(chunks_of(16 * BUDGET, BUDGET) * 3))
     remaining.note_step(0.001)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import attrgetter
 
-from charonia.control import DraftCounts, Scheduler
+from charonia.control import Scheduler
 from charonia.metrics.metric_table import BY_NAME, METRICS
 from charonia.protocol import Collectives, MemoryReport
 
@@ -45,8 +45,18 @@ _COUNTERS: dict[Series, str] = {
     ("charonia_prefix_waits_total", ""): "prefix_waits",
     ("charonia_prefix_cache_queried_tokens_total", ""): "prefix_queried_tokens",
     ("charonia_prefix_cache_hit_tokens_total", ""): "prefix_hit_tokens",
+    ("charonia_draft_rounds_total", ""): "drafts.num_rounds",
+    ("charonia_draft_tokens_total", ""): "drafts.num_drafted",
+    ("charonia_accepted_tokens_total", ""): "drafts.num_accepted",
+    ("charonia_step_phase_seconds_total", "draft"): "drafts.draft_seconds",
+    ("charonia_step_phase_seconds_total", "verify"): "drafts.verify_seconds",
 }
 """Fields of `SchedulerStats` by the series that show them."""
+_POSITIONS: dict[str, str] = {
+    "charonia_drafted_at_position_total": "drafted_at",
+    "charonia_accepted_at_position_total": "accepted_at",
+}
+"""Fields of `DraftCounts` by the family that shows them."""
 _read_gauges, _read_counters = attrgetter(*_GAUGES.values()), attrgetter(*_COUNTERS.values())
 
 
@@ -113,8 +123,6 @@ class Metrics:
         }
     )
 
-    _shown: tuple[object, ...] = field(default=(), init=False)  # by `show_scheduler`
-
     def count(self, name: str, amount: float = 1.0, label: str = "") -> None:
         """Add to a counter."""
         self.counters[name, label] += amount
@@ -158,43 +166,21 @@ class Metrics:
 
     def show_scheduler(self, scheduler: Scheduler) -> None:
         """Take over the control plane's counts, and how its blocks are used."""
-        stats, usage, tiers = scheduler.stats, scheduler.kv.usage, dict(scheduler.tier_sizes())
-        of_gauges, of_counters = _read_gauges(stats), _read_counters(stats)
-        shown = usage, tiers, of_gauges, of_counters
-        if shown != self._shown:  # most steps change none of these
-            self._shown = shown
-            self.gauges.update(zip(_BLOCKS, usage, strict=True))
-            for tier in ("host", "file"):
-                self.gauges["charonia_kv_tier_blocks", tier] = tiers.get(tier, 0)
-            self.gauges.update(zip(_GAUGES, of_gauges, strict=True))
-            self.counters.update(zip(_COUNTERS, of_counters, strict=True))
-        self.show_drafts(stats.drafts)
+        stats, tiers = scheduler.stats, dict(scheduler.tier_sizes())
+        self.gauges.update(zip(_BLOCKS, scheduler.kv.usage, strict=True))
+        for tier in ("host", "file"):
+            self.gauges["charonia_kv_tier_blocks", tier] = tiers.get(tier, 0)
+        self.gauges.update(zip(_GAUGES, _read_gauges(stats), strict=True))
+        self.counters.update(zip(_COUNTERS, _read_counters(stats), strict=True))
+        for name, counts in _POSITIONS.items():
+            for position, count in enumerate(getattr(stats.drafts, counts)):
+                self.counters[name, str(position)] = count
 
     def show_memory(self, memory: MemoryReport | None) -> None:
         """Take over an engine's memory report; 0 is unknown."""
         for part in ("weights", "step", "kv_cache", "left"):
             known = getattr(memory, part) if memory is not None else None
             self.gauges["charonia_engine_memory_bytes", part] = float(known or 0)
-
-    def show_drafts(self, drafts: DraftCounts) -> None:
-        """Take over the control plane's counts of drafts."""
-        counters = self.counters
-        draft_seconds = "charonia_step_phase_seconds_total", "draft"
-        if (drafts.num_rounds, drafts.draft_seconds) == (
-            counters["charonia_draft_rounds_total", ""],
-            counters[draft_seconds],
-        ):
-            return  # most steps have no drafts
-        counters["charonia_draft_rounds_total", ""] = drafts.num_rounds
-        counters["charonia_draft_tokens_total", ""] = drafts.num_drafted
-        counters["charonia_accepted_tokens_total", ""] = drafts.num_accepted
-        for place, (drafted, accepted) in enumerate(
-            zip(drafts.drafted_at, drafts.accepted_at, strict=True)
-        ):
-            counters["charonia_drafted_at_position_total", str(place)] = drafted
-            counters["charonia_accepted_at_position_total", str(place)] = accepted
-        counters[draft_seconds] = drafts.draft_seconds
-        counters["charonia_step_phase_seconds_total", "verify"] = drafts.verify_seconds
 
     def count_collectives(self, collectives: Collectives) -> None:
         """Add the exchanges of the engine's first rank with others."""

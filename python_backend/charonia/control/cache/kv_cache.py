@@ -107,10 +107,14 @@ class KVCache:
     @property
     def usage(self) -> BlockUsage:
         """Its blocks by state."""
-        total, cached = self.num_blocks - 1, self.num_cached
-        empty, aside = self._pool.num_empty, self._pool.num_aside
-        used = total - aside - empty - cached
-        return BlockUsage(total, used, cached, empty, aside, self.num_retained)
+        return BlockUsage(
+            total=self.num_blocks - 1,
+            used=self.num_used,
+            cached=self.num_cached,
+            empty=self._pool.num_empty,
+            aside=self._pool.num_aside,
+            retained=self.num_retained,
+        )
 
     @property
     def num_free(self) -> int:

@@ -10,7 +10,7 @@ from charonia.control.state.limits import Limits
 
 _PROMPT_SHARE = 0.75  # least share of prompt tokens in steps that `PairCost` learns from
 _LEAST_TOKENS = 16
-_PLAIN_EVERY = 8  # steps without prompts, of which one is learned from
+_PLAIN_EVERY_S = 0.005  # of steps without prompts, after which one is learned from
 
 
 class PromptTime:
@@ -22,7 +22,7 @@ class PromptTime:
     def __init__(self) -> None:
         self._cost = CostCurve()  # time of tokens without the attention to earlier ones
         self._pairs = PairCost()
-        self._num_plain = 0  # steps without prompts
+        self._unlearned_s = 0.0  # of steps without prompts, since one was learned from
         self._budget: int  # most tokens of a step
 
     @property
@@ -40,7 +40,7 @@ class PromptTime:
         """A step computed `num_tokens` tokens, drafts to verify included.
 
         Of steps without prompts, those of a size that is known tell little more than how fast the
-        machine is now, so a part of them is enough.
+        machine is now. So of quick ones a part is enough.
 
         Args:
             num_prompt_tokens: those in rows that compute a prompt.
@@ -50,9 +50,10 @@ class PromptTime:
                 shared prefix run meanwhile.
         """
         if not num_prompt_tokens and self._cost.is_measured(num_tokens):
-            self._num_plain += 1
-            if self._num_plain % _PLAIN_EVERY:
+            self._unlearned_s += seconds
+            if self._unlearned_s < _PLAIN_EVERY_S:
                 return
+            self._unlearned_s = 0.0
         if num_prompt_tokens >= max(_LEAST_TOKENS, _PROMPT_SHARE * num_tokens):
             self._pairs.observe(num_tokens, num_pairs, num_keys, seconds)
         attention_s = self.attention.of(num_pairs, num_keys) if num_pairs else 0.0

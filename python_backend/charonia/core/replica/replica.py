@@ -200,7 +200,7 @@ class Replica:
         A step that overlaps another one is planned shortly before it is needed, so that it includes
         requests that arrive until then: see `plan_time`.
         """
-        scheduler, steps = self._schedulers.present, self._steps
+        scheduler, steps = self._scheduler, self._steps
         assert scheduler is not None, "fill() before there was an engine"
         most = scheduler.limits.max_steps_in_flight
         while len(steps) < most:
