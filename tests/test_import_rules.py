@@ -71,7 +71,9 @@ RULES = {
     ),
     "traces": rule("errors", "msgspec"),
     "tracing": rule("control events errors", "opentelemetry"),
-    "metrics": rule("protocol control sockets errors", "msgspec httpx h11 prometheus_client"),
+    "metrics": rule(
+        "protocol control sockets errors local_calls", "msgspec httpx h11 prometheus_client"
+    ),
     "core": rule(
         "protocol control metrics text config errors events traces tracing",
         "msgspec zmq",
@@ -93,9 +95,10 @@ RULES = {
     "model_config": rule("errors", "google tritonclient"),
     # tritonserver's command line.
     "server_options": rule("errors"),
+    "local_calls": rule("", "httpx tritonclient"),
     # It is given the server that it watches. psutil reads the process table.
     "supervision": rule(
-        "protocol sockets errors events model_config server_options",
+        "protocol sockets errors events model_config server_options local_calls",
         "msgspec psutil httpx grpc tritonclient",
     ),
     # It makes the tokenizer that it hands to the engine's service.

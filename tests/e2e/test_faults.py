@@ -27,7 +27,7 @@ from support.leftovers import leftovers
 from support.live_stream import LiveStream
 from support.long import long
 from support.many_streams import NUM_TOKENS, POISON, check_complete, finish, start_streams
-from support.serving import Serving
+from support.serving import BEHIND_PROXY, Serving
 
 STEP_DEADLINE_S = 30
 SETTINGS = (
@@ -404,7 +404,7 @@ class Served:
     def __init__(self, small_checkpoint: Path, source: Path) -> None:
         settings = [part for setting in SETTINGS for part in ("--set", setting)]
         options = ("--model", small_checkpoint, "--model-repository", source)
-        self.command = Serving(*options, *settings)
+        self.command = Serving(*options, *settings, variables=BEHIND_PROXY)
         announcement = self.command.wait_announced()
         (grpc_url,) = re.findall(r"gRPC +(\S+)", announcement)
         (http_url,) = re.findall(r"HTTP +http://(\S+)", announcement)

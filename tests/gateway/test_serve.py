@@ -16,7 +16,7 @@ from openai import OpenAI
 from charonia.launch.commands.cli import main
 from support.e2e import wait_for
 from support.long import long
-from support.serving import Serving
+from support.serving import BEHIND_PROXY, Serving
 from support.waiting import WAIT_S
 
 KEY = "sk-of-the-test"
@@ -32,7 +32,8 @@ def serving(model: Path, tmp_path: Path) -> Iterator[Serving]:
     keys = tmp_path / "keys"
     keys.write_text(f"{KEY}\n")
     gateway = ("--gateway", "--gateway-port", "0", "--chat-template", template)
-    serving = Serving("--model", model, *gateway, "--api-key-file", keys, *JSON)
+    arguments = ("--model", model, *gateway, "--api-key-file", keys, *JSON)
+    serving = Serving(*arguments, variables=BEHIND_PROXY)
     with serving.process:
         yield serving
         serving.process.kill()

@@ -15,14 +15,16 @@ from charonia.launch.commands.cli import main
 from charonia.launch.server.processes import find_by_argument
 from support.leftovers import leftovers
 from support.long import long
-from support.serving import Serving
+from support.serving import BEHIND_PROXY, Serving
 from support.stopping import stop_process
 from support.supervised import ALLOWED_S
 
 
 @pytest.fixture
 def serving(repository: Path, checkpoint_dir: Path) -> Iterator[Serving]:
-    serving = Serving("--model-repository", repository, "--model", checkpoint_dir)
+    serving = Serving(
+        "--model-repository", repository, "--model", checkpoint_dir, variables=BEHIND_PROXY
+    )
     with serving.process:
         yield serving
         serving.process.kill()

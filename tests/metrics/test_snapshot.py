@@ -1,8 +1,12 @@
 """What is read off two pages: sums, rates, quantiles, and counters that began again."""
 
-import httpx
+import contextlib
+import socket
+from collections.abc import Callable, Iterator
+
 import pytest
 
+from charonia.metrics.page_server import NoPageError, PageServer
 from charonia.metrics.snapshot import NoMetricsError, Snapshot, Span, read_metrics
 
 BEFORE = """# TYPE done counter
@@ -91,12 +95,25 @@ def test_what_is_no_page_of_metrics_is_refused(page: str) -> None:
         Snapshot.of(page, 0.0)
 
 
-def test_a_servers_page_is_read_as_totals_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_servers_page_is_read_as_totals_by_name() -> None:
     assert read_metrics("http://127.0.0.1:1/metrics") is None
-    monkeypatch.setattr(httpx, "get", lambda url, timeout: httpx.Response(200, text=AFTER))
-    found = read_metrics("http://127.0.0.1:1/metrics")
-    assert found is not None
-    assert (found["rows"], found["done_total"], found["seconds_count"]) == (8, 27, 13)
-    refusal = httpx.Response(503, text="tritonserver does not run\n")
-    monkeypatch.setattr(httpx, "get", lambda url, timeout: refusal)
-    assert read_metrics("http://127.0.0.1:1/metrics") == {}
+    with served(AFTER.encode) as url:
+        found = read_metrics(url)
+        assert found is not None
+        assert (found["rows"], found["done_total"], found["seconds_count"]) == (8, 27, 13)
+
+
+def test_a_server_without_a_page_has_no_totals() -> None:
+    def read() -> bytes:
+        raise NoPageError("tritonserver does not run")
+
+    with served(read) as url:
+        assert read_metrics(url) == {}
+
+
+@contextlib.contextmanager
+def served(read: Callable[[], bytes]) -> Iterator[str]:
+    """Serve a page, at the URL that this yields."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    with contextlib.closing(PageServer(listener, read, print)):
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/metrics"

@@ -1,9 +1,11 @@
 """Runs `charonia serve` as a person or a container does: as a command in a process of its own."""
 
+import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
@@ -14,21 +16,34 @@ from support.supervised import ALLOWED_S
 
 CHARONIA = (sys.executable, "-m", "charonia.launch.commands.cli")
 
+BEHIND_PROXY = {
+    **dict.fromkeys(("http_proxy", "HTTP_PROXY", "grpc_proxy", "ALL_PROXY"), "http://127.0.0.1:9"),
+    **dict.fromkeys(("no_proxy", "NO_PROXY"), "example.com"),
+}
+"""Variables that name a proxy, as companies do for calls to elsewhere. Nobody listens there."""
+
 
 class Serving:
     """A `charonia serve` on free ports.
 
     Args:
         arguments: beside the ports. stderr: where the log goes; a pipe by default.
+        variables: further ones of its environment.
     """
 
-    def __init__(self, *arguments: object, stderr: IO[bytes] | int = subprocess.PIPE) -> None:
+    def __init__(
+        self,
+        *arguments: object,
+        stderr: IO[bytes] | int = subprocess.PIPE,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         ports = ("--http-port", "0", "--grpc-port", "0", "--metrics-port", "0")
         self.process = subprocess.Popen(
             [*CHARONIA, "serve", *ports, *map(str, arguments)],
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,
+            env={**os.environ, **(variables or {})},
         )
 
     def wait_announced(self) -> str:

@@ -16,6 +16,7 @@ from prometheus_client import Metric as Family
 from prometheus_client import generate_latest
 from prometheus_client.registry import Collector
 
+from charonia.local_calls import http_client
 from charonia.metrics.metric_table import BY_NAME, labels_of
 from charonia.metrics.page_server import NoPageError
 from charonia.metrics.page_socket import METRICS_SOCKET, SchedulerMetrics, ask_schedulers
@@ -43,9 +44,7 @@ class MergedPage:
     def __init__(self, repository: Path, triton_url: Callable[[], str | None]) -> None:
         self._repository = repository
         self._triton_url = triton_url
-        # tritonserver would wait at its end for connections that are kept alive.
-        limits = httpx.Limits(max_keepalive_connections=0)
-        self._client = httpx.Client(limits=limits, trust_env=False)
+        self._client = http_client()
 
     def read(self) -> bytes:
         """Return the page in Prometheus' text format 0.0.4. For one thread at a time.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-_TIMEOUT_S = 5.0
+from charonia.local_calls import http_client
 
 Labels = frozenset[tuple[str, str]]
 
@@ -146,7 +146,8 @@ def read_metrics(url: str) -> dict[str, float] | None:
         url: of the page.
     """
     try:
-        page = httpx.get(url, timeout=_TIMEOUT_S).text
+        with http_client() as client:
+            page = client.get(url).text
     except httpx.HTTPError:
         return None
     try:

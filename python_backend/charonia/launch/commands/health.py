@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import httpx
 
 from charonia.errors import LaunchError
+from charonia.local_calls import http_client
 from charonia.metrics.snapshot import read_metrics
 from charonia.supervision.server.probes import Health, Probe, Reply, probe_endpoint
 
@@ -82,7 +83,7 @@ def health(
 
 def examine(url: str, metrics_url: str, scheduler: str) -> Iterator[Part]:
     """Ask after every part."""
-    with httpx.Client(base_url=f"http://{url}/v2/", timeout=TIMEOUT_S) as client:
+    with http_client(base_url=f"http://{url}/v2/", timeout_s=TIMEOUT_S) as client:
         yield _ask_ready(client, "server", "health/ready")
         names = dict.fromkeys(ENDPOINTS)
         if (behind := _named_by(client, scheduler, "scheduler_model")) is not None:

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from charonia.errors import LaunchError
+from charonia.local_calls import http_client
 from charonia.metrics.snapshot import NoMetricsError, Snapshot, Span
 
 WINDOW_S = 10.0
@@ -49,7 +50,7 @@ def top(url: str, *, interval_s: float, once: bool, console: Console | None = No
     """
     console = console or Console()
     page = f"http://{url}/metrics"
-    with httpx.Client(timeout=TIMEOUT_S, trust_env=False) as client:
+    with http_client(timeout_s=TIMEOUT_S) as client:
         if once:
             before = _read(client, page)
             time.sleep(interval_s)

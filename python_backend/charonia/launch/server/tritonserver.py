@@ -19,7 +19,6 @@ from types import TracebackType
 
 import httpx
 import psutil
-import tritonclient.grpc
 from tritonclient.utils import InferenceServerException
 
 from charonia.errors import CrashError, LaunchError, LostError, NotReadyError
@@ -30,6 +29,7 @@ from charonia.launch.server.header_options import header_options
 from charonia.launch.server.logs import crash_reason, failure_reason, is_interesting
 from charonia.launch.server.runtime_dir import LOG_LEVEL_FILE, SERVER_FILE, RuntimeDir
 from charonia.launch.server.stacks import stack_limit
+from charonia.local_calls import grpc_client, http_client
 from charonia.log_level import VARIABLE as LOG_LEVEL_VARIABLE
 from charonia.metrics.merged_page import MergedPage
 from charonia.metrics.page_server import PageServer
@@ -251,7 +251,7 @@ class TritonServer:
         The call uses gRPC, because clients can keep HTTP's few threads busy.
         """
         with (
-            contextlib.closing(tritonclient.grpc.InferenceServerClient(self.grpc_url)) as client,
+            contextlib.closing(grpc_client(self.grpc_url)) as client,
             contextlib.suppress(InferenceServerException),
         ):
             index = client.get_model_repository_index(
@@ -475,13 +475,9 @@ class TritonServer:
         tritonserver opens its port for metrics after those for requests.
         """
         pages = (f"http://{self.http_url}/v2/health/ready", self._triton_metrics_url())
-        try:
-            return all(
-                page is not None and httpx.get(page, timeout=5.0).status_code == 200
-                for page in pages
-            )
-        except httpx.HTTPError:
-            return False
+        with http_client() as client, contextlib.suppress(httpx.HTTPError):
+            return all(page is not None and client.get(page).status_code == 200 for page in pages)
+        return False
 
     def _pump_log(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None

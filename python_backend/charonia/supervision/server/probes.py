@@ -27,6 +27,7 @@ from typing import Any
 import httpx
 
 from charonia.errors import split_answer
+from charonia.local_calls import http_client
 from charonia.model_config import read_config
 from charonia.supervision.server.background import in_background
 from charonia.supervision.server.model_control import ModelControl
@@ -82,9 +83,7 @@ class Probe:
         self._url = _generate_url(http_url, model)
         self._model = model
         self._stop = stop or threading.Event()
-        # No keep-alive: tritonserver would wait for open connections when it stops. Limiting the
-        # pool to none would still leave one open if another thread closes the client meanwhile.
-        self._client = httpx.Client(headers={"Connection": "close"})
+        self._client = http_client()
 
     def check(self, timeout_s: float, meanwhile: Callable[[], None] = lambda: None) -> ProbeResult:
         """Probe until a step has run, at most for `timeout_s` seconds; SILENT if `stop` is set.
@@ -204,7 +203,8 @@ def probe_endpoint(http_url: str, model: str, timeout_s: float) -> EndpointResul
     """Probe a model other than the scheduler once."""
     question = _QUESTION_OF.get(model, _CANCEL)
     try:
-        answer = httpx.post(_generate_url(http_url, model), json=question, timeout=timeout_s)
+        with http_client(timeout_s=timeout_s) as client:
+            answer = client.post(_generate_url(http_url, model), json=question)
     except httpx.HTTPError as error:
         return EndpointResult(Reply.NOTHING, str(error) or type(error).__name__)
     if answer.status_code == 200:
