@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from run import STARTS_PROCESSES
+from support.behind_proxy import BEHIND_PROXY
 from support.leftovers import temporary_directory
 
 pytest_plugins = ["support.failures", "support.timeouts"]
@@ -60,6 +61,13 @@ def own_temporary_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterato
         patch.setenv("TMPDIR", directory)
         patch.setattr(tempfile, "tempdir", directory)
         yield
+
+
+@pytest.fixture
+def behind_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment names a proxy that nobody can reach."""
+    for name, value in BEHIND_PROXY.items():
+        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture(scope="session")

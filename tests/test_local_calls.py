@@ -9,10 +9,9 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import grpc
 import pytest
-from tritonclient.grpc import service_pb2, service_pb2_grpc
+from tritonclient.grpc import InferenceServerClient, service_pb2, service_pb2_grpc
 
-from charonia.local_calls import grpc_client, http_client, without_proxy
-from support.serving import BEHIND_PROXY
+from charonia.local_calls import GRPC_OPTIONS, http_client
 
 
 class Echo(BaseHTTPRequestHandler):
@@ -46,12 +45,6 @@ def url() -> Iterator[str]:
         thread.join()
 
 
-@pytest.fixture
-def behind_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in BEHIND_PROXY.items():
-        monkeypatch.setenv(name, value)
-
-
 @pytest.mark.usefixtures("behind_proxy")
 def test_http_goes_past_a_proxy_and_closes_its_connection(url: str) -> None:
     with http_client() as client:
@@ -77,20 +70,9 @@ def test_grpc_goes_past_a_proxy() -> None:
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:
-        with contextlib.closing(grpc_client(f"127.0.0.1:{port}")) as client:
+        url = f"127.0.0.1:{port}"
+        client = InferenceServerClient(url, channel_args=list(GRPC_OPTIONS))
+        with contextlib.closing(client):
             assert client.is_server_live(client_timeout=10.0)
     finally:
         server.stop(None).wait()
-
-
-@pytest.mark.parametrize(
-    ("address", "host"), [("127.0.0.1:8001", "127.0.0.1"), ("[::1]:8001", "::1")]
-)
-def test_a_process_is_told_to_go_past_a_proxy(address: str, host: str) -> None:
-    assert without_proxy({}, address) == {"no_proxy": host, "NO_PROXY": host}
-    found = without_proxy({"no_proxy": "example.com", "HTTP_PROXY": "http://proxy:1"}, address)
-    assert found == {
-        "no_proxy": f"example.com,{host}",
-        "NO_PROXY": host,
-        "HTTP_PROXY": "http://proxy:1",
-    }

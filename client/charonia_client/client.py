@@ -23,6 +23,7 @@ from charonia_client.exchange import Limits
 from charonia_client.grpc_transport import AsyncGrpcTransport, GrpcTransport
 from charonia_client.http_transport import AsyncHttpTransport, HttpTransport
 from charonia_client.metrics import MetricsSnapshot, parse_metrics
+from charonia_client.proxies import mounts_of
 from charonia_client.retry import RetryPolicy
 from charonia_client.streams import AsyncCompletionStream, CallSettings, CompletionStream
 from charonia_client.values import (
@@ -262,10 +263,12 @@ class Client:
 
     def metrics(self) -> MetricsSnapshot:
         """Return all current metrics of the server."""
-        try:
-            page = httpx.get(self._settings.metrics_url, timeout=_METRICS_S)
-        except httpx.TransportError as error:
-            raise ConnectionFailed(f"{self._settings.metrics_url}: {error}") from None
+        url = self._settings.metrics_url
+        with httpx.Client(timeout=_METRICS_S, mounts=mounts_of(url)) as http:
+            try:
+                page = http.get(url)
+            except httpx.TransportError as error:
+                raise ConnectionFailed(f"{url}: {error}") from None
         return _read_metrics(page)
 
     def close(self) -> None:
@@ -378,11 +381,12 @@ class AsyncClient:
 
     async def metrics(self) -> MetricsSnapshot:
         """See `Client.metrics`."""
-        async with httpx.AsyncClient(timeout=_METRICS_S) as http:
+        url = self._settings.metrics_url
+        async with httpx.AsyncClient(timeout=_METRICS_S, mounts=mounts_of(url)) as http:
             try:
-                page = await http.get(self._settings.metrics_url)
+                page = await http.get(url)
             except httpx.TransportError as error:
-                raise ConnectionFailed(f"{self._settings.metrics_url}: {error}") from None
+                raise ConnectionFailed(f"{url}: {error}") from None
         return _read_metrics(page)
 
     async def close(self) -> None:

@@ -34,6 +34,7 @@ from charonia_client.errors import (
     from_text,
 )
 from charonia_client.exchange import Limits
+from charonia_client.proxies import is_local
 from charonia_client.values import Chunk, Health
 
 _FINISH_S = 1.0  # how long a call may take to end after its last response
@@ -72,9 +73,9 @@ class GrpcTransport:
         self, url: str, credentials: grpc.ChannelCredentials | None, headers: Mapping[str, str]
     ) -> None:
         if credentials is None:
-            self._channel = grpc.insecure_channel(url, options=_options())
+            self._channel = grpc.insecure_channel(url, options=_options(url))
         else:
-            self._channel = grpc.secure_channel(url, credentials, options=_options())
+            self._channel = grpc.secure_channel(url, credentials, options=_options(url))
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         self._metadata = _metadata(headers)
 
@@ -195,9 +196,9 @@ class AsyncGrpcTransport:
         self, url: str, credentials: grpc.ChannelCredentials | None, headers: Mapping[str, str]
     ) -> None:
         if credentials is None:
-            self._channel = grpc.aio.insecure_channel(url, options=_options())
+            self._channel = grpc.aio.insecure_channel(url, options=_options(url))
         else:
-            self._channel = grpc.aio.secure_channel(url, credentials, options=_options())
+            self._channel = grpc.aio.secure_channel(url, credentials, options=_options(url))
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         self._metadata = _metadata(headers)
 
@@ -289,8 +290,8 @@ class AsyncGrpcExchange:
         self._call.cancel()
 
 
-def _options() -> list[tuple[str, int]]:
-    """Options of a channel.
+def _options(url: str) -> list[tuple[str, int]]:
+    """Options of a channel to `host:port`.
 
     gRPC sets TCP_USER_TIMEOUT to the keep-alive timeout, if there is a keep-alive time. For pings
     grpcio 1.85 uses the ping timeout alone, whose default is a minute.
@@ -300,7 +301,8 @@ def _options() -> list[tuple[str, int]]:
         "grpc.keepalive_timeout_ms": PING_TIMEOUT_S,
         "grpc.http2.ping_timeout_ms": PING_TIMEOUT_S,
     }
-    return _OPTIONS + [(name, int(1000 * seconds)) for name, seconds in times.items()]
+    in_ms = [(name, int(1000 * seconds)) for name, seconds in times.items()]
+    return [*_OPTIONS, ("grpc.enable_http_proxy", int(not is_local(url))), *in_ms]
 
 
 def _metadata(headers: Mapping[str, str]) -> tuple[tuple[str, str], ...]:

@@ -33,6 +33,7 @@ from charonia_client.errors import (
     from_text,
 )
 from charonia_client.exchange import Limits
+from charonia_client.proxies import mounts_of
 from charonia_client.values import Chunk, Health
 
 _CONNECT_S = 10.0
@@ -50,7 +51,9 @@ class HttpTransport:
     """
 
     def __init__(self, url: str, headers: Mapping[str, str]) -> None:
-        self._client = httpx.Client(base_url=url, headers=dict(headers), limits=_LIMITS)
+        self._client = httpx.Client(
+            base_url=url, headers=dict(headers), limits=_LIMITS, mounts=mounts_of(url)
+        )
 
     def open(self, request: wire.Request, limits: Limits) -> "HttpExchange":
         """Prepare a request; the first `receive` sends it."""
@@ -181,7 +184,9 @@ class AsyncHttpTransport:
     """The same for asyncio; belongs to the event loop in which it was made."""
 
     def __init__(self, url: str, headers: Mapping[str, str]) -> None:
-        self._client = httpx.AsyncClient(base_url=url, headers=dict(headers), limits=_LIMITS)
+        self._client = httpx.AsyncClient(
+            base_url=url, headers=dict(headers), limits=_LIMITS, mounts=mounts_of(url)
+        )
 
     async def open(self, request: wire.Request, limits: Limits) -> "AsyncHttpExchange":
         """Prepare a request; the first `receive` sends it."""

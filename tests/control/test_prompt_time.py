@@ -167,19 +167,33 @@ def test_rows_that_decode_say_nothing_of_what_prompts_look_at() -> None:
 
 
 @pytest.mark.parametrize("num_rows", [1, 8, 64])
-def test_steps_without_prompts_tell_within_half_a_second_that_the_machine_is_slower(
-    num_rows: int,
-) -> None:
+def test_steps_without_prompts_soon_tell_that_the_machine_is_slower(num_rows: int) -> None:
     time = prompt_time(chunks_of(16 * BUDGET, BUDGET) * 3)
     before, step_s = time.of(BUDGET), seconds_of(num_rows, 0)
     for _ in range(max(300, round(2.0 / step_s))):
         time.note_step(num_rows, 0, 0, 0, step_s)
     assert time.of(num_rows) == pytest.approx(step_s, rel=0.05)
     assert time.of(BUDGET) == pytest.approx(before, rel=0.05)
-    for _ in range(max(50, round(0.5 / (3 * step_s)))):
+    for _ in range(max(60, round(0.5 / (3 * step_s)))):
         time.note_step(num_rows, 0, 0, 0, 3 * step_s)
     assert time.of(num_rows) == pytest.approx(3 * step_s, rel=0.1)
     assert time.of(BUDGET) == pytest.approx(3 * before, rel=0.25)
+
+
+@pytest.mark.parametrize("long_s", [0.003, 0.006])
+def test_of_quick_steps_the_long_ones_are_not_learned_from_more_often(long_s: float) -> None:
+    time, drawn = prompt_time([]), random.Random(3)
+    for _ in range(20_000):
+        time.note_step(1, 0, 0, 0, long_s if drawn.random() < 0.05 else 250e-6)
+    assert time.of(1) == pytest.approx(250e-6, rel=0.1)
+
+
+def test_what_a_prompt_takes_is_known_however_long_there_was_none() -> None:
+    time = prompt_time(chunks_of(16 * BUDGET, BUDGET) * 3)
+    before = time.of(BUDGET)
+    for _ in range(3000):
+        time.note_step(64, 0, 0, 0, seconds_of(64, 0))
+    assert time.of(BUDGET) == pytest.approx(before, rel=0.05)
 
 
 def test_the_rest_of_a_prompt_looks_back_on_what_is_cached_of_it() -> None:

@@ -20,6 +20,7 @@ from charonia.launch.server.runtime_dir import REPOSITORY, RuntimeDir
 from charonia.launch.server.tritonserver import TritonServer
 from charonia.supervision.server.probes import Probe
 from charonia.supervision.server.supervisor import wait_serving
+from support.behind_proxy import BEHIND_PROXY
 from support.e2e import HTTP, ONE_THREAD, error_of, infer_grpc, scrape, wait_for, wait_idle
 from support.events import events
 from support.faults import held_loads, order_fault, paced
@@ -27,7 +28,7 @@ from support.leftovers import leftovers
 from support.live_stream import LiveStream
 from support.long import long
 from support.many_streams import NUM_TOKENS, POISON, check_complete, finish, start_streams
-from support.serving import BEHIND_PROXY, Serving
+from support.serving import Serving
 
 STEP_DEADLINE_S = 30
 SETTINGS = (

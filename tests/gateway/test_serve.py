@@ -14,9 +14,10 @@ import pytest
 from openai import OpenAI
 
 from charonia.launch.commands.cli import main
+from support.behind_proxy import BEHIND_PROXY
 from support.e2e import wait_for
 from support.long import long
-from support.serving import BEHIND_PROXY, Serving
+from support.serving import Serving
 from support.waiting import WAIT_S
 
 KEY = "sk-of-the-test"

@@ -13,9 +13,10 @@ import pytest
 from charonia import __version__
 from charonia.launch.commands.cli import main
 from charonia.launch.server.processes import find_by_argument
+from support.behind_proxy import BEHIND_PROXY
 from support.leftovers import leftovers
 from support.long import long
-from support.serving import BEHIND_PROXY, Serving
+from support.serving import Serving
 from support.stopping import stop_process
 from support.supervised import ALLOWED_S
 
@@ -112,11 +113,15 @@ def test_a_taken_port_is_one_line(
     assert last == f"charonia: HTTP port {port} on 127.0.0.1 cannot be used: Address already in use"
 
 
-def test_metrics_of_no_repository_or_at_a_taken_port_are_one_line(
+def test_metrics_of_no_repository_of_another_url_or_at_a_taken_port_are_one_line(
     repository: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["metrics", "--model-repository", "/no/such"]) == 1
     assert capsys.readouterr().err == "charonia: no model repository /no/such\n"
+    url = "https://127.0.0.1:1/metrics"
+    assert main(["metrics", "--model-repository", str(repository), "--triton", url]) == 1
+    said = f"charonia: --triton {url}: a URL that begins with http:// is needed\n"
+    assert capsys.readouterr().err == said
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -16,12 +16,6 @@ from support.supervised import ALLOWED_S
 
 CHARONIA = (sys.executable, "-m", "charonia.launch.commands.cli")
 
-BEHIND_PROXY = {
-    **dict.fromkeys(("http_proxy", "HTTP_PROXY", "grpc_proxy", "ALL_PROXY"), "http://127.0.0.1:9"),
-    **dict.fromkeys(("no_proxy", "NO_PROXY"), "example.com"),
-}
-"""Variables that name a proxy, as companies do for calls to elsewhere. Nobody listens there."""
-
 
 class Serving:
     """A `charonia serve` on free ports.

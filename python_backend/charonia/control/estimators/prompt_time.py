@@ -4,13 +4,15 @@ Owns the estimate, learned from past steps, through all epochs of an engine. Kno
 use.
 """
 
+from math import inf
+
 from charonia.control.estimators.pair_cost import AttentionTime, PairCost
 from charonia.control.estimators.step_cost import CostCurve
 from charonia.control.state.limits import Limits
 
 _PROMPT_SHARE = 0.75  # least share of prompt tokens in steps that `PairCost` learns from
 _LEAST_TOKENS = 16
-_PLAIN_EVERY_S = 0.005  # of steps without prompts, after which one is learned from
+_PLAIN_EVERY_S = 0.005  # of steps without prompts, after which the next is learned from
 
 
 class PromptTime:
@@ -20,7 +22,7 @@ class PromptTime:
     """
 
     def __init__(self) -> None:
-        self._cost = CostCurve()  # time of tokens without the attention to earlier ones
+        self._cost = CostCurve(memory=inf)  # time of tokens without the attention to earlier ones
         self._pairs = PairCost()
         self._unlearned_s = 0.0  # of steps without prompts, since one was learned from
         self._budget: int  # most tokens of a step
@@ -50,10 +52,11 @@ class PromptTime:
                 shared prefix run meanwhile.
         """
         if not num_prompt_tokens and self._cost.is_measured(num_tokens):
-            self._unlearned_s += seconds
+            # The step that completes the time would more often be a long one.
             if self._unlearned_s < _PLAIN_EVERY_S:
+                self._unlearned_s += seconds
                 return
-            self._unlearned_s = 0.0
+            self._unlearned_s = seconds
         if num_prompt_tokens >= max(_LEAST_TOKENS, _PROMPT_SHARE * num_tokens):
             self._pairs.observe(num_tokens, num_pairs, num_keys, seconds)
         attention_s = self.attention.of(num_pairs, num_keys) if num_pairs else 0.0

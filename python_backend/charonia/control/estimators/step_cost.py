@@ -22,7 +22,7 @@ from typing import NamedTuple
 # Two knots per octave above 8: with more, each would be learned from fewer steps.
 _KNOTS: tuple[int, ...] = (*range(1, 8), *(round(8 * 2 ** (half / 2)) for half in range(27)))
 _MIDDLES = tuple((low + high) / 2 for low, high in pairwise(_KNOTS))
-_MEMORY = 1000  # observations after which a knot without new ones is forgotten
+_MEMORY = 1000
 _SMALL_CHANGE = 8  # tokens; after a larger change of size, the first step takes a fifth longer
 _WARM_UP = 4  # first steps, which are ignored: memory is touched for the first time
 _FORGET_EVERY = 32  # observations; it is slow
@@ -54,9 +54,13 @@ class CostCurve:
     The curve is linear between knots. An observation changes the nearest knot by a share of the
     ratio of observed to predicted time. A larger share goes to a factor that all knots have in
     common: changes are mostly those of the machine, and unused knots must follow them.
+
+    Args:
+        memory: observations after which a knot without new ones is forgotten, and so tried again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, memory: float = _MEMORY) -> None:
+        self._memory = memory
         self._now = 0
         self._scale = 1.0
         self._seconds = [inf] * len(_KNOTS)  # as observed, in units of the scale
@@ -118,7 +122,7 @@ class CostCurve:
 
     def _forget(self) -> None:
         for knot, seen in enumerate(self._seen):
-            if self._counts[knot] and self._now - seen > _MEMORY:
+            if self._counts[knot] and self._now - seen > self._memory:
                 self._counts[knot] = 0
                 self._seconds[knot] = inf
 

@@ -17,13 +17,15 @@ def serve_metrics(repository: Path, triton_url: str, address: str, port: int) ->
     """Serve the page until SIGINT or SIGTERM.
 
     Args:
-        repository: what tritonserver was started with. triton_url: of its own page.
+        repository: what tritonserver was started with. triton_url: of its own page, with http://.
 
     Raises:
-        LaunchError: there is no such directory, or the port is taken.
+        LaunchError: there is no such directory, the URL is another one, or the port is taken.
     """
     if not repository.is_dir():
         raise LaunchError(f"no model repository {repository}")
+    if not triton_url.startswith("http://"):
+        raise LaunchError(f"--triton {triton_url}: a URL that begins with http:// is needed")
     with (
         stop_on_signals() as stop,
         contextlib.closing(MergedPage(repository, lambda: triton_url)) as page,

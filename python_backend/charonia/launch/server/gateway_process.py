@@ -20,7 +20,6 @@ from types import TracebackType
 from charonia.errors import LaunchError
 from charonia.events import error_event
 from charonia.launch.server import processes
-from charonia.local_calls import without_proxy
 from charonia.log_level import VARIABLE as LOG_LEVEL_VARIABLE
 
 BACKOFF_S = 1.0
@@ -104,7 +103,7 @@ class GatewayProcess:
             *([] if api_key_file is None else [f"--api-key-file={api_key_file}"]),
             *_traces(otlp_traces_endpoint, trace_rate),
         ]
-        self._environment = without_proxy(os.environ, server)
+        self._environment = dict(os.environ)
         if log_level_file is not None:
             self._environment[LOG_LEVEL_VARIABLE] = str(log_level_file)
         self._log = log

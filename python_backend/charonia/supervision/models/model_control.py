@@ -19,12 +19,13 @@ from typing import Any
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from charonia.local_calls import GRPC_OPTIONS
 from charonia.server_options import ServerOptions
 
 CONNECT_S = 10.0
 """Timeout for connecting: a starting server answers its models before it listens for clients."""
 _OPTIONS = (
-    ("grpc.enable_http_proxy", 0),  # the server is on this machine
+    *GRPC_OPTIONS,
     ("grpc.max_reconnect_backoff_ms", 1000),
 )
 _FAILED_LOAD = re.compile(

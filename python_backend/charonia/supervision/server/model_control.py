@@ -15,7 +15,7 @@ import tritonclient.grpc
 from tritonclient.utils import InferenceServerException
 
 from charonia.errors import LaunchError
-from charonia.local_calls import grpc_client
+from charonia.local_calls import GRPC_OPTIONS
 from charonia.supervision.process_table import is_stopped
 from charonia.supervision.server.protocols import RunningServer
 
@@ -95,4 +95,7 @@ class ModelControl:
         return self._server.stubs().get(model, [])
 
     def _client(self) -> contextlib.closing[tritonclient.grpc.InferenceServerClient]:
-        return contextlib.closing(grpc_client(self._server.grpc_url))
+        client = tritonclient.grpc.InferenceServerClient(
+            self._server.grpc_url, channel_args=list(GRPC_OPTIONS)
+        )
+        return contextlib.closing(client)
