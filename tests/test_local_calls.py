@@ -1,6 +1,5 @@
 """Calls to servers on this machine: past the proxy of the environment, without keeping anything."""
 
-import contextlib
 import ssl
 import threading
 from collections.abc import Iterator
@@ -9,9 +8,12 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import grpc
 import pytest
-from tritonclient.grpc import InferenceServerClient, service_pb2, service_pb2_grpc
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from charonia.local_calls import GRPC_OPTIONS, http_client
+from charonia.local_calls import grpc_client, http_client
+
+NUM_MODELS = 50_000
+"""With names that take more than gRPC's own limit of 4 MiB."""
 
 
 class Echo(BaseHTTPRequestHandler):
@@ -28,11 +30,14 @@ class Echo(BaseHTTPRequestHandler):
         pass
 
 
-class Live(service_pb2_grpc.GRPCInferenceServiceServicer):
-    """Says that it is live."""
+class Index(service_pb2_grpc.GRPCInferenceServiceServicer):
+    """Answers with an index of many models."""
 
-    def ServerLive(self, request: object, context: object) -> service_pb2.ServerLiveResponse:
-        return service_pb2.ServerLiveResponse(live=True)
+    def RepositoryIndex(
+        self, request: object, context: object
+    ) -> service_pb2.RepositoryIndexResponse:
+        model = service_pb2.RepositoryIndexResponse.ModelIndex(name="x" * 100)
+        return service_pb2.RepositoryIndexResponse(models=[model] * NUM_MODELS)
 
 
 @pytest.fixture
@@ -64,15 +69,14 @@ def test_a_client_reads_no_certificates(monkeypatch: pytest.MonkeyPatch, url: st
 
 
 @pytest.mark.usefixtures("behind_proxy")
-def test_grpc_goes_past_a_proxy() -> None:
+def test_grpc_goes_past_a_proxy_and_takes_long_answers() -> None:
     server = grpc.server(ThreadPoolExecutor(1))
-    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(Live(), server)
+    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(Index(), server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:
-        url = f"127.0.0.1:{port}"
-        client = InferenceServerClient(url, channel_args=list(GRPC_OPTIONS))
-        with contextlib.closing(client):
-            assert client.is_server_live(client_timeout=10.0)
+        with grpc_client(f"127.0.0.1:{port}") as client:
+            index = client.get_model_repository_index(client_timeout=60.0)
+            assert len(index.models) == NUM_MODELS
     finally:
         server.stop(None).wait()

@@ -9,14 +9,16 @@ Owns what these connections have in common. Must not know what is asked.
   would still leave one open if another thread closes the client meanwhile.
 """
 
+import contextlib
 import ssl
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # the scheduler's process needs the options alone
     import httpx
+    import tritonclient.grpc
 
-GRPC_OPTIONS = (("grpc.enable_http_proxy", 0),)
-"""Options of a gRPC channel."""
+GRPC_OPTIONS = (("grpc.enable_http_proxy", 0), ("grpc.max_receive_message_length", -1))
+"""Options of a gRPC channel: no proxy, and answers of any length."""
 
 
 def http_client(*, base_url: str = "", timeout_s: float = 5.0) -> "httpx.Client":
@@ -30,3 +32,11 @@ def http_client(*, base_url: str = "", timeout_s: float = 5.0) -> "httpx.Client"
         trust_env=False,
         verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
     )
+
+
+def grpc_client(url: str) -> "contextlib.closing[tritonclient.grpc.InferenceServerClient]":
+    """A client of tritonserver's gRPC endpoint, which is closed at the end of the `with`."""
+    import tritonclient.grpc
+
+    options = list(GRPC_OPTIONS)
+    return contextlib.closing(tritonclient.grpc.InferenceServerClient(url, channel_args=options))

@@ -1,7 +1,8 @@
 """Time to compute prompts.
 
 Owns the estimate, learned from past steps, through all epochs of an engine. Knows nothing about its
-use.
+use. It never forgets, because an engine with other arguments has a scheduler of its own, and so an
+estimate that begins anew.
 """
 
 from math import inf

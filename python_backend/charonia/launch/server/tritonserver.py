@@ -19,7 +19,6 @@ from types import TracebackType
 
 import httpx
 import psutil
-import tritonclient.grpc
 from tritonclient.utils import InferenceServerException
 
 from charonia.errors import CrashError, LaunchError, LostError, NotReadyError
@@ -30,7 +29,7 @@ from charonia.launch.server.header_options import header_options
 from charonia.launch.server.logs import crash_reason, failure_reason, is_interesting
 from charonia.launch.server.runtime_dir import LOG_LEVEL_FILE, SERVER_FILE, RuntimeDir
 from charonia.launch.server.stacks import stack_limit
-from charonia.local_calls import GRPC_OPTIONS, http_client
+from charonia.local_calls import grpc_client, http_client
 from charonia.log_level import VARIABLE as LOG_LEVEL_VARIABLE
 from charonia.metrics.merged_page import MergedPage
 from charonia.metrics.page_server import PageServer
@@ -251,10 +250,7 @@ class TritonServer:
 
         The call uses gRPC, because clients can keep HTTP's few threads busy.
         """
-        client = tritonclient.grpc.InferenceServerClient(
-            self.grpc_url, channel_args=list(GRPC_OPTIONS)
-        )
-        with contextlib.closing(client), contextlib.suppress(InferenceServerException):
+        with grpc_client(self.grpc_url) as client, contextlib.suppress(InferenceServerException):
             index = client.get_model_repository_index(
                 headers=self.api_headers, client_timeout=timeout_s
             )

@@ -6,16 +6,14 @@ All calls use gRPC: a load over HTTP disturbs streams of other connections, and 
 HTTP's few threads busy.
 """
 
-import contextlib
 import threading
 import time
 
 import psutil
-import tritonclient.grpc
 from tritonclient.utils import InferenceServerException
 
 from charonia.errors import LaunchError
-from charonia.local_calls import GRPC_OPTIONS
+from charonia.local_calls import grpc_client
 from charonia.supervision.process_table import is_stopped
 from charonia.supervision.server.protocols import RunningServer
 
@@ -36,7 +34,7 @@ class ModelControl:
 
     def is_loaded(self, model: str) -> bool | None:
         """Return whether a model is loaded now; None if tritonserver does not answer."""
-        with self._client() as client:
+        with grpc_client(self._server.grpc_url) as client:
             try:
                 return bool(client.is_model_ready(model, client_timeout=_ANSWER_S))
             except InferenceServerException:
@@ -70,7 +68,7 @@ class ModelControl:
         """
         deadline = time.monotonic() + timeout_s
         before = self._processes(model)
-        with self._client() as client:
+        with grpc_client(self._server.grpc_url) as client:
             for call in (client.unload_model, client.load_model):
                 if self._stop.is_set():
                     raise LaunchError(f"{model} is not loaded again: tritonserver ends")
@@ -93,9 +91,3 @@ class ModelControl:
 
     def _processes(self, model: str) -> list[psutil.Process]:
         return self._server.stubs().get(model, [])
-
-    def _client(self) -> contextlib.closing[tritonclient.grpc.InferenceServerClient]:
-        client = tritonclient.grpc.InferenceServerClient(
-            self._server.grpc_url, channel_args=list(GRPC_OPTIONS)
-        )
-        return contextlib.closing(client)
