@@ -95,7 +95,7 @@ RULES = {
     "model_config": rule("errors", "google tritonclient"),
     # tritonserver's command line.
     "server_options": rule("errors"),
-    "local_calls": rule("", "httpx"),
+    "local_calls": rule("", "httpx tritonclient"),
     # It is given the server that it watches. psutil reads the process table.
     "supervision": rule(
         "protocol sockets errors events model_config server_options local_calls",

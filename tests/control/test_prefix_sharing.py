@@ -21,7 +21,7 @@ COMMON = [7] * 32
 """Eight blocks of four tokens."""
 
 
-class Patience(PrefixSharing):
+class FixedTime(PrefixSharing):
     """A token of a prompt takes so long, whatever steps take."""
 
     def __init__(self, per_token: float = 1.0) -> None:
@@ -53,7 +53,7 @@ def computed(bench: Bench) -> int:
 
 
 def test_one_computes_what_the_others_wait_for():
-    bench = make_bench(Patience())
+    bench = make_bench(FixedTime())
     bench.add(*map(make_common, "abc"))
     bench.step(0)
     assert bench.running == {"a"}
@@ -73,7 +73,7 @@ def test_without_it_each_computes_what_is_not_there():
 
 
 def test_others_pass_and_that_does_not_count():
-    bench = make_bench(Patience(), max_num_batched_tokens=64)
+    bench = make_bench(FixedTime(), max_num_batched_tokens=64)
     waiting = make_common("b")
     bench.add(make_common("a"), waiting, make_request("x"))
     bench.step(0)
@@ -82,7 +82,7 @@ def test_others_pass_and_that_does_not_count():
 
 
 def test_nobody_waits_for_longer_than_it_would_compute():
-    bench = make_bench(Patience(per_token=1.5 / 32), max_num_batched_tokens=9)
+    bench = make_bench(FixedTime(per_token=1.5 / 32), max_num_batched_tokens=9)
     bench.add(make_request("x", max_tokens=40))  # takes one token of each step
     bench.step(0)
     bench.add(*map(make_common, "ab"))
@@ -99,7 +99,7 @@ def test_nobody_waits_for_longer_than_it_would_compute():
 
 
 def test_where_prefixes_part_again_the_next_part_is_waited_for_as_well():
-    bench = make_bench(Patience(per_token=1 / 32), max_num_batched_tokens=80, max_model_len=99)
+    bench = make_bench(FixedTime(per_token=1 / 32), max_num_batched_tokens=80, max_model_len=99)
     further = [(key, COMMON + [8] * 32 + [ord(key)] * 2) for key in "bcd"]
     bench.add(make_common("a"), *(make_request(key, token_ids=ids) for key, ids in further))
     bench.step(0)
@@ -127,9 +127,9 @@ def test_what_was_waited_for_once_is_not_waited_for_again():
     assert not sharing.waits(waiting, 1, now=40.0), "the time for one block more is over, too"
 
 
-def make_sharing(per_token: float) -> tuple[Patience, list]:
+def make_sharing(per_token: float) -> tuple[FixedTime, list]:
     """With three that run, of which each computes other blocks."""
-    sharing = Patience(per_token)
+    sharing = FixedTime(per_token)
     limits = Limits(
         num_blocks=80, block_size=4, max_model_len=64, max_num_seqs=4, max_num_batched_tokens=64
     )
@@ -179,7 +179,7 @@ def test_when_the_one_that_computes_is_done_or_gone_nobody_waits_for_it(change):
     [{"cache_scope": b"another tenant"}, {"takes_hits": False}, {"token_ids": [8] * 34}],
 )
 def test_nobody_waits_for_what_it_will_not_find(changes):
-    bench = make_bench(Patience(), max_num_batched_tokens=128)
+    bench = make_bench(FixedTime(), max_num_batched_tokens=128)
     bench.add(make_common("a"), make_common("b", **changes))
     bench.step(0)
     assert bench.running == {"a", "b"}
@@ -236,7 +236,7 @@ def test_a_prompt_takes_the_draft_models_time_too():
 
 
 def test_one_that_was_preempted_does_not_wait():
-    bench = make_bench(Patience(), max_num_batched_tokens=128)
+    bench = make_bench(FixedTime(), max_num_batched_tokens=128)
     preempted = make_common("b")
     preempted.num_preemptions = 1
     bench.add(make_common("a"), preempted)
@@ -245,7 +245,7 @@ def test_one_that_was_preempted_does_not_wait():
 
 
 def test_so_many_may_be_left_out_of_a_step_and_no_more():
-    bench = make_bench(Patience(), max_num_batched_tokens=128)
+    bench = make_bench(FixedTime(), max_num_batched_tokens=128)
     bench.add(*(make_common(f"a{number:03}") for number in range(MAX_AWAITING)))
     bench.add(make_request("x"), make_common("last"), make_request("y"))
     bench.step(0)
@@ -253,7 +253,7 @@ def test_so_many_may_be_left_out_of_a_step_and_no_more():
 
 
 def test_a_new_engine_computes_all_anew():
-    bench = make_bench(Patience())
+    bench = make_bench(FixedTime())
     bench.add(*map(make_common, "ab"))
     bench.step(0)
     bench.scheduler.reset()
@@ -263,7 +263,7 @@ def test_a_new_engine_computes_all_anew():
 def test_who_may_displace_others_does_not_wait():
     rank = by_priority()
     bench = make_bench(
-        Patience(),
+        FixedTime(),
         policy=ranked(rank, DisplacementByPriority(rank)),
         max_num_seqs=1,
         max_num_batched_tokens=64,

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from charonia.config import EngineArgs
 from charonia.errors import RankLostError
-from charonia.metrics.page_socket import HistogramState, SchedulerMetrics, decode_metrics
+from charonia.metrics.page_socket import Sample, decode_samples
 from charonia.parallel import messages as ranks
 from charonia.parallel.groups import open_memory
 from charonia.parallel.handshake import MAX_BYTES, admit_rank
@@ -54,6 +54,7 @@ PLAN = StepPlan(
     joins=[NewRow(0, [1, 2], 2, 0, [7], RowSampling(seed=1, logit_bias={1: 0.5}))],
     rows=[RowStep(0, 2, [3])],
 )
+SAMPLE: Sample = ("charonia_step_seconds", "_bucket", {"le": "0.5"}, 3.0)
 RAW = RawRequest({"input_ids": np.array([1, 2], dtype=np.int32)}, {"top_p": 0.5})
 Decode = Callable[[bytes], object]
 DECODERS: dict[str, tuple[Decode, list[bytes]]] = {
@@ -77,12 +78,8 @@ DECODERS: dict[str, tuple[Decode, list[bytes]]] = {
         [msgspec.msgpack.encode(ReloadOrder({"model": "m"}))],
     ),
     "metrics of the scheduler": (
-        decode_metrics,
-        [
-            msgspec.msgpack.encode(
-                SchedulerMetrics({"charonia_step_seconds": HistogramState((0.5,), [1, 3], 7.5)})
-            )
-        ],
+        decode_samples,
+        [msgspec.msgpack.encode([SAMPLE])],
     ),
     "messages of ranks": (
         ranks.decode,

@@ -15,8 +15,7 @@ from charonia.metrics.metric_table import BY_NAME
 from charonia.metrics.page_server import NoPageError
 from charonia.metrics.page_socket import (
     METRICS_SOCKET,
-    HistogramState,
-    SchedulerMetrics,
+    Sample,
     serve_metrics,
 )
 from charonia.sockets.channel import Channel
@@ -25,7 +24,18 @@ from support.e2e import wait_for
 from support.waiting import WAIT_S
 
 TRITON = b"# HELP nv_a Triton's.\n# TYPE nv_a counter\nnv_a 1\n"
-STATE = HistogramState((0.5, 1.0), [1, 1, 3], 7.25)
+STEPS, PLANS = "charonia_step_seconds", "charonia_plan_seconds"
+
+
+def samples(name: str) -> list[Sample]:
+    """What a scheduler says of a histogram."""
+    return [
+        (name, "_bucket", {"le": "0.5"}, 1.0),
+        (name, "_bucket", {"le": "1"}, 1.0),
+        (name, "_bucket", {"le": "+Inf"}, 3.0),
+        (name, "_count", {}, 3.0),
+        (name, "_sum", {}, 7.25),
+    ]
 
 
 class Triton:
@@ -82,7 +92,7 @@ def add_scheduler(tmp_path: Path) -> Iterator[Callable[..., None]]:
     """Adds a scheduler to the repository: its name, and what it does when it is asked."""
     with contextlib.ExitStack() as stack:
 
-        def add(name: str, read: Callable[[], SchedulerMetrics]) -> None:
+        def add(name: str, read: Callable[[], list[Sample]]) -> None:
             (tmp_path / name / "1").mkdir(parents=True)
             server = serve_metrics(tmp_path / name / "1" / METRICS_SOCKET, read, log=pytest.fail)
             stack.enter_context(contextlib.closing(server))
@@ -110,34 +120,33 @@ def test_it_begins_with_tritons_own_part_and_without_schedulers_that_is_all(
 def test_the_histograms_of_all_schedulers_follow_each_family_once(
     page: MergedPage, add_scheduler: Callable[..., None]
 ) -> None:
-    steps, plans = "charonia_step_seconds", "charonia_plan_seconds"
-    add_scheduler("one", lambda: SchedulerMetrics({steps: STATE, "unheard_of": STATE}))
-    add_scheduler("two", lambda: SchedulerMetrics({steps: STATE, plans: STATE}))
+    add_scheduler("one", lambda: samples(STEPS) + samples("unheard_of"))
+    add_scheduler("two", lambda: samples(STEPS) + samples(PLANS))
     read = page.read()
     assert read.startswith(TRITON)
     found = samples_of(read)
     for model in ("one", "two"):
         assert found["charonia_scheduler_up", model, ""] == 1
-        assert [found[f"{steps}_bucket", model, le] for le in ("0.5", "1", "+Inf")] == [1, 1, 3]
-        assert found[f"{steps}_count", model, ""] == 3
-        assert found[f"{steps}_sum", model, ""] == 7.25
-    assert f"# HELP {steps} {BY_NAME[steps].help}\n# TYPE {steps} histogram\n" in read.decode()
-    assert (f"{plans}_count", "one", "") not in found
-    assert f'{steps}_count{{model="one",version="1"}}' in read.decode()
+        assert [found[f"{STEPS}_bucket", model, le] for le in ("0.5", "1", "+Inf")] == [1, 1, 3]
+        assert found[f"{STEPS}_count", model, ""] == 3
+        assert found[f"{STEPS}_sum", model, ""] == 7.25
+    assert f"# HELP {STEPS} {BY_NAME[STEPS].help}\n# TYPE {STEPS} histogram\n" in read.decode()
+    assert (f"{PLANS}_count", "one", "") not in found
+    assert f'{STEPS}_count{{model="one",version="1"}}' in read.decode()
     assert b"unheard_of" not in read
 
 
 def test_what_a_metric_says_by_its_labels_is_said_of_each_scheduler_that_has_it(
     page: MergedPage, add_scheduler: Callable[..., None]
 ) -> None:
-    infos = {"vllm:cache_config_info": {"block_size": "16", "num_gpu_blocks": "99"}}
-    add_scheduler("one", lambda: SchedulerMetrics({}, infos))
-    add_scheduler("two", lambda: SchedulerMetrics({}))
+    labels = {"block_size": "16", "num_gpu_blocks": "99"}
+    add_scheduler("one", lambda: [("vllm:cache_config_info", "", labels, 1.0)])
+    add_scheduler("two", list)
     read = page.read().decode()
-    labels = (
+    on_page = (
         'block_size="16",engine="0",model="one",model_name="one",num_gpu_blocks="99",version="1"'
     )
-    assert f"vllm:cache_config_info{{{labels}}} 1.0\n" in read
+    assert f"vllm:cache_config_info{{{on_page}}} 1.0\n" in read
     assert read.count("vllm:cache_config_info{") == 1
 
 
@@ -145,7 +154,7 @@ def test_vllms_names_have_the_labels_by_which_vllms_dashboards_select(
     page: MergedPage, add_scheduler: Callable[..., None]
 ) -> None:
     ours, theirs = "charonia_inter_token_seconds", "vllm:inter_token_latency_seconds"
-    add_scheduler("one", lambda: SchedulerMetrics({ours: STATE, theirs: STATE}))
+    add_scheduler("one", lambda: samples(ours) + samples(theirs))
     read = page.read().decode()
     assert f'{ours}_count{{model="one",version="1"}} 3.0\n' in read
     assert f'{theirs}_sum{{engine="0",model="one",model_name="one",version="1"}} 7.25\n' in read
@@ -156,9 +165,9 @@ def test_a_scheduler_is_asked_before_triton_whose_page_it_brings_up_to_date(
 ) -> None:
     order: list[int] = []
 
-    def read() -> SchedulerMetrics:
+    def read() -> list[Sample]:
         order.append(triton.num_asked)
-        return SchedulerMetrics({})
+        return []
 
     add_scheduler("scheduler", read)
     page.read()
@@ -182,7 +191,7 @@ def test_a_scheduler_that_does_not_answer_is_down_and_the_rest_is_there(
 
     monkeypatch.setattr(merged_page, "SCHEDULERS_S", 0.3)
     monkeypatch.setattr(page_socket, "_ask", ask_and_let_answer)
-    add_scheduler("well", lambda: SchedulerMetrics({"charonia_step_seconds": STATE}))
+    add_scheduler("well", lambda: samples(STEPS))
     (tmp_path / "hung" / "1").mkdir(parents=True)
     with listen(tmp_path / "hung" / "1" / METRICS_SOCKET):
         read = page.read()

@@ -1,6 +1,7 @@
 """The HTTP server of the metrics page: what is answered, and how much of anything is held."""
 
 import contextlib
+import queue
 import socket
 import struct
 import threading
@@ -164,37 +165,49 @@ class SlowPage:
         return page
 
 
-def test_who_comes_while_a_page_is_made_shares_the_next_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    slow, asked = SlowPage(), list[object]()
-    next_page = PageServer._next_page
+def test_who_comes_while_a_page_is_made_shares_the_next_one() -> None:
+    slow = SlowPage()
+    has_called = queue.SimpleQueue[None]()
 
-    def next_page_and_note(server: PageServer) -> object:
-        asked.append(page := next_page(server))
-        return page
+    class Noting:
+        """Says that a client waits, when it does so."""
 
-    monkeypatch.setattr(PageServer, "_next_page", next_page_and_note)
+        def __init__(self, lock: threading.Lock) -> None:
+            self._lock = lock
+            self.release = lock.release
+
+        def acquire(self, timeout: float) -> bool:
+            has_called.put(None)
+            return self._lock.acquire(timeout=timeout)
+
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(listen("127.0.0.1", 0, "metrics"))
-        stack.enter_context(contextlib.closing(PageServer(listener, slow.read, print)))
+        server = stack.enter_context(contextlib.closing(PageServer(listener, slow.read, print)))
+        server._making = Noting(server._making)
         clients = []
-        for number in range(6):
+        for _ in range(6):
             clients.append(stack.enter_context(connect(listener.getsockname()[1])))
             clients[-1].sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
-            wait_for(lambda: len(asked), lambda num, number=number: num > number)
+            has_called.get(timeout=60)
             assert wait_for(lambda: slow.num_begun, bool) == 1
         slow.may_go_on.set()
         pages = [client.makefile("rb").read()[-1:] for client in clients]
     assert pages == [b"1", *[b"2"] * 5], "a page that was begun before it was asked for"
 
 
-def test_a_page_that_takes_too_long_is_none(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_waits_too_long_for_another_page_gets_none(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(page_server, "PAGE_S", 0.1)
     slow = SlowPage()
     port = start(slow.read)
-    assert HTTP.get(url(port)).status_code == 503
-    slow.may_go_on.set()
+    with connect(port) as first:
+        first.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert wait_for(lambda: slow.num_begun, bool) == 1
+        reply = HTTP.get(url(port))
+        assert (reply.status_code, reply.text) == (503, "the metrics take too long\n")
+        slow.may_go_on.set()
+        assert first.makefile("rb").read()[-1:] == b"1"
 
 
 def test_the_end_hangs_up_on_everybody_and_frees_the_port() -> None:

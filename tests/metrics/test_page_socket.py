@@ -13,8 +13,7 @@ import pytest
 from charonia.metrics import page_socket
 from charonia.metrics.page_socket import (
     METRICS_SOCKET,
-    HistogramState,
-    SchedulerMetrics,
+    Sample,
     ask_schedulers,
     serve_metrics,
 )
@@ -24,8 +23,10 @@ from charonia.sockets.local import connect, is_same_user, listen
 from charonia.sockets.server import Server
 from support.waiting import WAIT_S, eventually
 
-STATE = HistogramState((0.5, 1.0), [1, 1, 3], 7.25)
-METRICS = SchedulerMetrics({"charonia_step_seconds": STATE})
+METRICS: list[Sample] = [
+    ("charonia_step_seconds", "_bucket", {"le": "0.5"}, 1.0),
+    ("charonia_step_seconds", "_sum", {}, 7.25),
+]
 
 
 @pytest.fixture
@@ -34,10 +35,10 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def serve(tmp_path: Path) -> Iterator[Callable[[Path, Callable[[], SchedulerMetrics]], None]]:
+def serve(tmp_path: Path) -> Iterator[Callable[[Path, Callable[[], list[Sample]]], None]]:
     servers = []
 
-    def serve(path: Path, read: Callable[[], SchedulerMetrics]) -> None:
+    def serve(path: Path, read: Callable[[], list[Sample]]) -> None:
         servers.append(serve_metrics(path, read, log=pytest.fail))
 
     yield serve
@@ -45,19 +46,17 @@ def serve(tmp_path: Path) -> Iterator[Callable[[Path, Callable[[], SchedulerMetr
         server.close()
 
 
-def test_a_scheduler_answers_with_its_histograms_each_time_anew(path: Path, serve) -> None:
+def test_a_scheduler_answers_with_its_samples_each_time_anew(path: Path, serve) -> None:
     num_asked = 0
 
-    def read() -> SchedulerMetrics:
+    def read() -> list[Sample]:
         nonlocal num_asked
         num_asked += 1
-        return SchedulerMetrics({"n": HistogramState((), [num_asked], 0.5)})
+        return [("n", "", {}, float(num_asked))]
 
     serve(path, read)
     for number in (1, 2):
-        assert ask_schedulers([path], WAIT_S) == [
-            SchedulerMetrics({"n": HistogramState((), [number], 0.5)})
-        ]
+        assert ask_schedulers([path], WAIT_S) == [[("n", "", {}, float(number))]]
 
 
 def test_the_socket_is_its_owners_alone(path: Path, serve) -> None:
@@ -79,7 +78,7 @@ def test_one_that_hangs_costs_the_time_once_and_keeps_no_other_answer_back(
 ) -> None:
     may_go_on = threading.Event()
 
-    def hang() -> SchedulerMetrics:
+    def hang() -> list[Sample]:
         may_go_on.wait(WAIT_S)
         return METRICS
 
@@ -123,8 +122,9 @@ def test_one_that_takes_no_connection_any_more_holds_nobody(path: Path) -> None:
     [
         b"",
         b"\xff" * 100,
-        msgspec.msgpack.encode({"histograms": 5}),
-        msgspec.msgpack.encode({"histograms": {"a": {"bounds": [0.5], "counts": [1], "sum": 0.5}}}),
+        msgspec.msgpack.encode({"charonia_step_seconds": 5}),
+        msgspec.msgpack.encode([("charonia_step_seconds", "_sum", {}, "5")]),
+        msgspec.msgpack.encode([("charonia_step_seconds", "_sum", {})]),
         b"\x91" * 10**5,
         b"x" * 2**21,
     ],

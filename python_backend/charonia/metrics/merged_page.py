@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 from charonia.local_calls import http_client
 from charonia.metrics.metric_table import BY_NAME, labels_of
 from charonia.metrics.page_server import NoPageError
-from charonia.metrics.page_socket import METRICS_SOCKET, SchedulerMetrics, ask_schedulers
+from charonia.metrics.page_socket import METRICS_SOCKET, Sample, ask_schedulers
 
 SCHEDULERS_S = 1.0
 """Timeout for the schedulers' answers, all together. The page does without late ones."""
@@ -74,34 +74,16 @@ class MergedPage:
 class _Answers(Collector):
     """The families of the schedulers' answers, each once; None is a missing answer."""
 
-    def __init__(self, answers: Mapping[Place, SchedulerMetrics | None]) -> None:
+    def __init__(self, answers: Mapping[Place, list[Sample] | None]) -> None:
         self._answers = answers
 
     def collect(self) -> Iterator[Family]:
-        """Yield the families that have series."""
-        for name, metric in BY_NAME.items():
-            family = Family(name, metric.help, metric.kind)
-            for (model, version), answer in self._answers.items():
-                labels = labels_of(name, {"model": model, "version": version})
-                for suffix, further, value in _samples(name, answer):
-                    family.add_sample(name + suffix, labels | further, value)
-            if family.samples:
-                yield family
-
-
-def _samples(
-    name: str, answer: SchedulerMetrics | None
-) -> Iterator[tuple[str, dict[str, str], float]]:
-    """Yield what an answer says of a metric: suffix of the name, further labels, and value."""
-    if name == "charonia_scheduler_up":
-        yield "", {}, float(answer is not None)
-    elif answer is None:
-        return
-    elif (info := answer.infos.get(name)) is not None:
-        yield "", {label: info[label] for label in BY_NAME[name].info}, 1.0
-    elif (state := answer.histograms.get(name)) is not None:
-        bounds = [*(f"{bound:g}" for bound in state.bounds), "+Inf"]
-        for bound, count in zip(bounds, state.counts, strict=True):
-            yield "_bucket", {"le": bound}, count
-        yield "_count", {}, state.counts[-1]
-        yield "_sum", {}, state.sum
+        """Yield the families that have samples."""
+        families = {name: Family(name, one.help, one.kind) for name, one in BY_NAME.items()}
+        for (model, version), answer in self._answers.items():
+            is_up: Sample = ("charonia_scheduler_up", "", {}, float(answer is not None))
+            for name, suffix, further, value in (is_up, *(answer or ())):
+                if name in families:
+                    labels = labels_of(name, {"model": model, "version": version})
+                    families[name].add_sample(name + suffix, labels | further, value)
+        yield from (family for family in families.values() if family.samples)

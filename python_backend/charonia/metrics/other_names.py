@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from charonia.metrics.metric_table import BY_NAME, Kind
 from charonia.metrics.metrics import Series
+from charonia.metrics.page_socket import Sample
 
 
 def shown_again(kind: Kind, values: Mapping[Series, float]) -> dict[Series, float]:
@@ -52,9 +53,8 @@ def gauges_of_others(gauges: Mapping[Series, float], block_size: int) -> dict[Se
     }
 
 
-def infos_of_vllm(gauges: Mapping[Series, float], block_size: int) -> dict[str, dict[str, str]]:
-    """Return the labels of vLLM's metrics that say something by their labels, by name."""
+def cache_config_of_vllm(gauges: Mapping[Series, float], block_size: int) -> Sample:
+    """Return the metric of vLLM that describes the KV cache by its labels."""
     num_blocks = int(gauges.get(("charonia_kv_blocks", "total"), 0.0))
-    return {
-        "vllm:cache_config_info": {"block_size": f"{block_size}", "num_gpu_blocks": f"{num_blocks}"}
-    }
+    labels = {"block_size": f"{block_size}", "num_gpu_blocks": f"{num_blocks}"}
+    return "vllm:cache_config_info", "", labels, 1.0

@@ -9,12 +9,12 @@ Must not know what is on the page. `sockets/server.py` bounds the connections.
 One page is made at a time. Requests that come meanwhile share the next one.
 """
 
+import math
 import socket
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from http import HTTPStatus
 from weakref import WeakKeyDictionary
@@ -30,7 +30,7 @@ PATH = b"/metrics"
 REQUEST_S = 5.0
 """Timeout for a client's request."""
 PAGE_S = 8.0
-"""Timeout for making the page, also for clients that wait for the next one."""
+"""Timeout for a page that is made for others, before a client's own is begun."""
 TAKE_S = 5.0
 """Timeout for a client to take its answer."""
 _RECEIVE_BYTES = 4096
@@ -49,7 +49,6 @@ class _Answer:
 
 _NOT_FOUND = _Answer(HTTPStatus.NOT_FOUND, b"there is nothing but GET /metrics\n")
 _TOO_SLOW = _Answer(HTTPStatus.SERVICE_UNAVAILABLE, b"the metrics take too long\n")
-_ENDING = _Answer(HTTPStatus.SERVICE_UNAVAILABLE, b"the server of the metrics ends\n")
 
 
 class PageServer:
@@ -57,8 +56,8 @@ class PageServer:
 
     Args:
         listener: closed by this.
-        read: makes the page, in a thread, once at a time. It raises NoPageError if there is
-            none, and the client is told why.
+        read: makes the page, once at a time, and in bounded time. It raises NoPageError if there
+            is none, and the client is told why.
         log: takes a line for any other error.
     """
 
@@ -68,22 +67,15 @@ class PageServer:
         self._read = read
         self._log = log
         self._requests: WeakKeyDictionary[Channel, h11.Request] = WeakKeyDictionary()
-        self._maker = ThreadPoolExecutor(1, "charonia-metrics-page")
-        self._lock = threading.Lock()
-        self._next: Future[_Answer] | None = None  # a page that is not begun yet
+        self._making = threading.Lock()
+        self._latest = (-math.inf, _TOO_SLOW)  # when it was begun, and the answer with it
         # Nobody is told of clients that are silent or go away.
         self._server = Server(listener, self._has_asked, self._serve, log=lambda line: None)
         self._server.start()
 
     def close(self) -> None:
-        """Stop listening, and close all connections.
-
-        A page that is being made is waited for, no longer than its clients do.
-        """
-        self._maker.shutdown(wait=False, cancel_futures=True)
+        """Stop listening, and close all connections, once those that have asked are answered."""
         self._server.close()
-
-    # ------------------------------------------------------------------ the threads of connections
 
     def _has_asked(self, channel: Channel) -> bool:
         """Receive a client's request; returns whether there is one."""
@@ -93,45 +85,33 @@ class PageServer:
             status = HTTPStatus(error.error_status_hint)
             _send(channel.socket, _Answer(status, f"{error}\n".encode()), is_head=False)
             return False
-        if request is None:
-            return False
-        self._requests[channel] = request
-        return True
+        if request is not None:
+            self._requests[channel] = request
+        return request is not None
 
     def _serve(self, connection: Connection) -> None:
         request = self._requests[connection.channel]
         is_head = request.method == b"HEAD"
-        _send(connection.channel.socket, self._answer(request), is_head=is_head)
+        is_page = request.target.partition(b"?")[0] == PATH and (
+            is_head or request.method == b"GET"
+        )
+        answer = self._page_of_now() if is_page else _NOT_FOUND
+        _send(connection.channel.socket, answer, is_head=is_head)
 
-    def _answer(self, request: h11.Request) -> _Answer:
-        path = request.target.partition(b"?")[0]
-        if path != PATH or request.method not in (b"GET", b"HEAD"):
-            return _NOT_FOUND
-        page = self._next_page()
-        if page is None:
-            return _ENDING
-        try:
-            return page.result(PAGE_S)
-        except TimeoutError:
+    def _page_of_now(self) -> _Answer:
+        """Return a page that is begun after this call. Calls that wait share the next one."""
+        called_at = time.monotonic()
+        if not self._making.acquire(timeout=PAGE_S):
             return _TOO_SLOW
-        except CancelledError:
-            return _ENDING
-
-    def _next_page(self) -> Future[_Answer] | None:
-        """The page that is begun next; None at the end."""
-        with self._lock:
-            if self._next is None:
-                try:
-                    self._next = self._maker.submit(self._make_page)
-                except RuntimeError as error:
-                    self._log(f"error: a page of metrics could not be begun: {error}")
-            return self._next
-
-    # ------------------------------------------------------------------ the thread that makes pages
+        try:
+            begun_at = time.monotonic()
+            if self._latest[0] < called_at:
+                self._latest = begun_at, self._make_page()
+            return self._latest[1]
+        finally:
+            self._making.release()
 
     def _make_page(self) -> _Answer:
-        with self._lock:
-            self._next = None  # later requests want a later page
         try:
             return _Answer(HTTPStatus.OK, self._read(), CONTENT_TYPE_PLAIN_0_0_4)
         except NoPageError as error:

@@ -25,44 +25,16 @@ MAX_ANSWER_BYTES = 2**20
 _QUESTION = b"charonia: metrics"
 
 
-class HistogramState(msgspec.Struct, frozen=True):
-    """A histogram at one moment.
+Sample = tuple[str, str, dict[str, str], float]
+"""A value that is not on Triton's page: a metric's name, the suffix of a histogram's, its labels
+beside `model` and `version`, and the value."""
 
-    Attributes:
-        bounds: upper bounds of the buckets, ascending, without +Inf.
-        counts: for each bound, and +Inf: the number of observations up to it.
-        sum: of all observations.
-
-    Raises:
-        ValueError: the counts do not match the bounds.
-    """
-
-    bounds: tuple[float, ...]
-    counts: list[int]
-    sum: float
-
-    def __post_init__(self) -> None:
-        if len(self.counts) != len(self.bounds) + 1:
-            raise ValueError(f"{len(self.counts)} counts for {len(self.bounds)} bounds")
-
-
-class SchedulerMetrics(msgspec.Struct, frozen=True):
-    """A scheduler's answer: what is not on Triton's page, by the family's name.
-
-    Attributes:
-        histograms: that the scheduler keeps. infos: the labels of `Metric.info`, with their values.
-    """
-
-    histograms: dict[str, HistogramState]
-    infos: dict[str, dict[str, str]] = {}
-
-
-decode_metrics = msgspec.msgpack.Decoder(SchedulerMetrics).decode
+decode_samples = msgspec.msgpack.Decoder(list[Sample]).decode
 """Decodes an answer. Raises ValueError, RecursionError: it is not one of a scheduler."""
 
 
 def serve_metrics(
-    path: Path, read: Callable[[], SchedulerMetrics], *, log: Callable[[str], None]
+    path: Path, read: Callable[[], Sequence[Sample]], *, log: Callable[[str], None]
 ) -> Server:
     """Answer questions at a socket, until the server that this returns is closed.
 
@@ -86,7 +58,7 @@ def serve_metrics(
     return server
 
 
-def ask_schedulers(paths: Sequence[Path], timeout: float) -> list[SchedulerMetrics | None]:
+def ask_schedulers(paths: Sequence[Path], timeout: float) -> list[list[Sample] | None]:
     """Ask the schedulers at these sockets; None for one that does not answer.
 
     Args:
@@ -110,9 +82,9 @@ def _ask(path: Path, stack: contextlib.ExitStack) -> Channel | None:
     return channel
 
 
-def _answer_of(channel: Channel, deadline: float) -> SchedulerMetrics | None:
+def _answer_of(channel: Channel, deadline: float) -> list[Sample] | None:
     try:
         answer = channel.receive(max(deadline - time.monotonic(), 0.0))
-        return None if answer is None else decode_metrics(answer)
+        return None if answer is None else decode_samples(answer)
     except (OSError, ValueError, RecursionError):
         return None

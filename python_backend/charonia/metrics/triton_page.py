@@ -25,8 +25,8 @@ from typing import Any
 
 from charonia.metrics.metric_table import BY_NAME, OLDEST, VLLM_METRICS, labels_of
 from charonia.metrics.metrics import Metrics, Series
-from charonia.metrics.other_names import gauges_of_others, infos_of_vllm, shown_again
-from charonia.metrics.page_socket import HistogramState, SchedulerMetrics
+from charonia.metrics.other_names import cache_config_of_vllm, gauges_of_others, shown_again
+from charonia.metrics.page_socket import Sample
 
 INTERVAL_S = 1.0
 THREAD = "metrics"
@@ -99,16 +99,18 @@ class MetricsExporter:
             except Exception:
                 self._log(f"error: metrics could not be exported: {traceback.format_exc()}")
 
-    def read(self) -> SchedulerMetrics:
+    def read(self) -> list[Sample]:
         """Update Triton's page, and return what is not on it."""
         self.update()
-        histograms = {}
-        for name, metric in self._histograms.items():
-            if metric.place == "page":
-                own = self._metrics.histograms[metric.shows or name]
-                histograms[name] = HistogramState(metric.buckets, own.cumulative(), own.sum)
-        infos = infos_of_vllm(self._metrics.gauges, self._block_size())
-        return SchedulerMetrics(histograms, {} if self._hidden else infos)
+        found = [
+            (name, *sample)
+            for name, metric in self._histograms.items()
+            if metric.place == "page"
+            for sample in self._metrics.histograms[metric.shows or name].samples()
+        ]
+        if not self._hidden:
+            found.append(cache_config_of_vllm(self._metrics.gauges, self._block_size()))
+        return found
 
     def _run(self) -> None:
         Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(THREAD, "ascii")
