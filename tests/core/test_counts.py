@@ -22,8 +22,6 @@ def test_the_metrics_add_up():
     assert metrics.counters["charonia_prompt_tokens_total", "cached"] == 32
     assert metrics.counters["charonia_finished_total", "length"] == 2
     assert metrics.histograms["charonia_inter_token_seconds"].count == 18
-    _, _, up_to_inf = list(metrics.histograms["charonia_inter_token_seconds"].samples())[-3]
-    assert up_to_inf == 18
     drained = metrics.drain()
     assert drained["request_generation_tokens"] == [10, 10]
     assert len(drained["charonia_time_to_first_token_seconds"]) == 2

@@ -54,7 +54,7 @@ PLAN = StepPlan(
     joins=[NewRow(0, [1, 2], 2, 0, [7], RowSampling(seed=1, logit_bias={1: 0.5}))],
     rows=[RowStep(0, 2, [3])],
 )
-SAMPLE: Sample = ("charonia_step_seconds", "_bucket", {"le": "0.5"}, 3.0)
+SAMPLE = Sample("charonia_step_seconds", "_bucket", {"le": "0.5"}, 3.0)
 RAW = RawRequest({"input_ids": np.array([1, 2], dtype=np.int32)}, {"top_p": 0.5})
 Decode = Callable[[bytes], object]
 DECODERS: dict[str, tuple[Decode, list[bytes]]] = {

@@ -30,11 +30,11 @@ STEPS, PLANS = "charonia_step_seconds", "charonia_plan_seconds"
 def samples(name: str) -> list[Sample]:
     """What a scheduler says of a histogram."""
     return [
-        (name, "_bucket", {"le": "0.5"}, 1.0),
-        (name, "_bucket", {"le": "1"}, 1.0),
-        (name, "_bucket", {"le": "+Inf"}, 3.0),
-        (name, "_count", {}, 3.0),
-        (name, "_sum", {}, 7.25),
+        Sample(name, "_bucket", {"le": "0.5"}, 1.0),
+        Sample(name, "_bucket", {"le": "1"}, 1.0),
+        Sample(name, "_bucket", {"le": "+Inf"}, 3.0),
+        Sample(name, "_count", {}, 3.0),
+        Sample(name, "_sum", {}, 7.25),
     ]
 
 
@@ -136,11 +136,36 @@ def test_the_histograms_of_all_schedulers_follow_each_family_once(
     assert b"unheard_of" not in read
 
 
+@pytest.mark.parametrize(
+    "sample",
+    [
+        Sample("charonia_step_seconds", "_sum\n", {}, 1.0),
+        Sample("charonia_step_seconds", "_bucket", {}, 1.0),
+        Sample("charonia_step_seconds", "_bucket", {"": "0.5"}, 1.0),
+        Sample("charonia_step_seconds", "_count", {"model": "other"}, 1.0),
+        Sample("charonia_scheduler_up", "", {}, 0.0),
+        Sample("charonia_generation_tokens_total", "", {}, 1.0),
+        Sample("vllm:cache_config_info", "", {"block_size": "16"}, 1.0),
+        Sample("vllm:cache_config_info", "_sum", {"block_size": "16", "num_gpu_blocks": "9"}, 1.0),
+    ],
+)
+def test_what_no_scheduler_says_is_left_out(
+    page: MergedPage, add_scheduler: Callable[..., None], sample: Sample
+) -> None:
+    add_scheduler("faulty", lambda: [sample, *samples(PLANS)])
+    add_scheduler("well", lambda: samples(PLANS))
+    faulty, well = (
+        {key[0::2]: value for key, value in samples_of(page.read()).items() if key[1] == model}
+        for model in ("faulty", "well")
+    )
+    assert faulty == well
+
+
 def test_what_a_metric_says_by_its_labels_is_said_of_each_scheduler_that_has_it(
     page: MergedPage, add_scheduler: Callable[..., None]
 ) -> None:
     labels = {"block_size": "16", "num_gpu_blocks": "99"}
-    add_scheduler("one", lambda: [("vllm:cache_config_info", "", labels, 1.0)])
+    add_scheduler("one", lambda: [Sample("vllm:cache_config_info", "", labels, 1.0)])
     add_scheduler("two", list)
     read = page.read().decode()
     on_page = (

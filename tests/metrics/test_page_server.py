@@ -166,24 +166,19 @@ class SlowPage:
 
 
 def test_who_comes_while_a_page_is_made_shares_the_next_one() -> None:
-    slow = SlowPage()
-    has_called = queue.SimpleQueue[None]()
+    slow, has_called = SlowPage(), queue.SimpleQueue[None]()
 
-    class Noting:
-        """Says that a client waits, when it does so."""
+    class Noting(threading.Condition):
+        """Says when a client has come."""
 
-        def __init__(self, lock: threading.Lock) -> None:
-            self._lock = lock
-            self.release = lock.release
-
-        def acquire(self, timeout: float) -> bool:
+        def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
             has_called.put(None)
-            return self._lock.acquire(timeout=timeout)
+            return super().wait_for(predicate, timeout)
 
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(listen("127.0.0.1", 0, "metrics"))
         server = stack.enter_context(contextlib.closing(PageServer(listener, slow.read, print)))
-        server._making = Noting(server._making)
+        server._changed = Noting()
         clients = []
         for _ in range(6):
             clients.append(stack.enter_context(connect(listener.getsockname()[1])))
@@ -208,6 +203,23 @@ def test_who_waits_too_long_for_another_page_gets_none(
         assert (reply.status_code, reply.text) == (503, "the metrics take too long\n")
         slow.may_go_on.set()
         assert first.makefile("rb").read()[-1:] == b"1"
+
+
+def test_whoever_waits_at_the_end_is_answered_or_hung_up_on() -> None:
+    slow = SlowPage()
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(listen("127.0.0.1", 0, "metrics"))
+        server = PageServer(listener, slow.read, print)
+        clients = [
+            stack.enter_context(connect(listener.getsockname()[1])) for _ in range(MAX_CONNECTIONS)
+        ]
+        for client in clients:
+            client.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert wait_for(lambda: slow.num_begun, bool) == 1
+        slow.may_go_on.set()
+        server.close()
+        answers = [client.makefile("rb").read() for client in clients]
+    assert {answer[:15] for answer in answers} <= {b"HTTP/1.1 200 OK", b""}
 
 
 def test_the_end_hangs_up_on_everybody_and_frees_the_port() -> None:

@@ -23,9 +23,9 @@ from charonia.sockets.local import connect, is_same_user, listen
 from charonia.sockets.server import Server
 from support.waiting import WAIT_S, eventually
 
-METRICS: list[Sample] = [
-    ("charonia_step_seconds", "_bucket", {"le": "0.5"}, 1.0),
-    ("charonia_step_seconds", "_sum", {}, 7.25),
+METRICS = [
+    Sample("charonia_step_seconds", "_bucket", {"le": "0.5"}, 1.0),
+    Sample("charonia_step_seconds", "_sum", {}, 7.25),
 ]
 
 
@@ -52,11 +52,11 @@ def test_a_scheduler_answers_with_its_samples_each_time_anew(path: Path, serve) 
     def read() -> list[Sample]:
         nonlocal num_asked
         num_asked += 1
-        return [("n", "", {}, float(num_asked))]
+        return [Sample("n", "", {}, float(num_asked))]
 
     serve(path, read)
     for number in (1, 2):
-        assert ask_schedulers([path], WAIT_S) == [[("n", "", {}, float(number))]]
+        assert ask_schedulers([path], WAIT_S) == [[Sample("n", "", {}, float(number))]]
 
 
 def test_the_socket_is_its_owners_alone(path: Path, serve) -> None:

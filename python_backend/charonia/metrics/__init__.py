@@ -5,7 +5,7 @@ which names, labels, help texts and buckets there are::
 
     scheduler's process     metrics       the values; the scheduling thread writes them
                               │  │
-         two per second, and  │  │ page_socket: per token or step; asked for at each scrape
+         once a second, and   │  │ page_socket: per token or step; asked for at each scrape
          at each scrape       │  │
     triton_page, other_names  │  └──────────────────────────┐
                               ▼                             ▼

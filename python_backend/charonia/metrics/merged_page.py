@@ -3,7 +3,7 @@
 Owns what is on the page, and the timeouts for tritonserver and the schedulers. Must not know how it
 is served, nor how a server runs.
 
-    scheduler      asked first: it updates its metrics at Triton, and returns its histograms
+    scheduler      asked first: it updates its metrics at Triton, and returns what is not there
     tritonserver   read then, so that the page has everything counted before the request for it
 """
 
@@ -29,6 +29,7 @@ TRITON_S = 0.8
 Both together are less than the scrape_timeout of docker/prometheus/prometheus.yml. So the page
 comes and says who is down; without it the whole server would seem to be."""
 
+_HISTOGRAM_LABELS = {"_bucket": ["le"], "_count": [], "_sum": []}
 Place = tuple[str, str]
 """A model and its version."""
 
@@ -81,9 +82,19 @@ class _Answers(Collector):
         """Yield the families that have samples."""
         families = {name: Family(name, one.help, one.kind) for name, one in BY_NAME.items()}
         for (model, version), answer in self._answers.items():
-            is_up: Sample = ("charonia_scheduler_up", "", {}, float(answer is not None))
-            for name, suffix, further, value in (is_up, *(answer or ())):
-                if name in families:
-                    labels = labels_of(name, {"model": model, "version": version})
-                    families[name].add_sample(name + suffix, labels | further, value)
+            is_up = Sample("charonia_scheduler_up", "", {}, float(answer is not None))
+            for sample in (is_up, *filter(_is_expected, answer or ())):
+                labels = labels_of(sample.metric, {"model": model, "version": version})
+                name = sample.metric + sample.suffix
+                families[sample.metric].add_sample(name, labels | sample.labels, sample.value)
         yield from (family for family in families.values() if family.samples)
+
+
+def _is_expected(sample: Sample) -> bool:
+    """Return whether a scheduler says such a thing: a faulty one must not spoil the page."""
+    metric = BY_NAME.get(sample.metric)
+    if metric is None or metric.place != "page":
+        return False
+    if metric.kind == "histogram":
+        return _HISTOGRAM_LABELS.get(sample.suffix) == list(sample.labels)
+    return bool(metric.info) and sample.suffix == "" and sample.labels.keys() == {*metric.info}

@@ -10,9 +10,7 @@ counts of one that ends at a stop string may be shown a step later.
 
 from bisect import bisect_left
 from collections import defaultdict, deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import accumulate
 from operator import attrgetter
 
 from charonia.control import Scheduler
@@ -82,15 +80,6 @@ class Histogram:
         """Record `value` as if observed `times` times."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
-
-    def samples(self) -> Iterator[tuple[str, dict[str, str], float]]:
-        """Yield its samples, as Prometheus has them: suffix of the name, labels, and value."""
-        up_to = list(accumulate(self.counts))
-        bounds = [*(f"{bound:g}" for bound in self.bounds), "+Inf"]
-        for bound, count in zip(bounds, up_to, strict=True):
-            yield "_bucket", {"le": bound}, count
-        yield "_count", {}, up_to[-1]
-        yield "_sum", {}, self.sum
 
 
 def _zeros() -> dict[Series, float]:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 
 from charonia.metrics.metric_table import BY_NAME, Kind
 from charonia.metrics.metrics import Series
-from charonia.metrics.page_socket import Sample
 
 
 def shown_again(kind: Kind, values: Mapping[Series, float]) -> dict[Series, float]:
@@ -53,8 +52,7 @@ def gauges_of_others(gauges: Mapping[Series, float], block_size: int) -> dict[Se
     }
 
 
-def cache_config_of_vllm(gauges: Mapping[Series, float], block_size: int) -> Sample:
-    """Return the metric of vLLM that describes the KV cache by its labels."""
+def cache_config_of_vllm(gauges: Mapping[Series, float], block_size: int) -> dict[str, str]:
+    """Return the labels of `vllm:cache_config_info`, which describe the KV cache."""
     num_blocks = int(gauges.get(("charonia_kv_blocks", "total"), 0.0))
-    labels = {"block_size": f"{block_size}", "num_gpu_blocks": f"{num_blocks}"}
-    return "vllm:cache_config_info", "", labels, 1.0
+    return {"block_size": f"{block_size}", "num_gpu_blocks": f"{num_blocks}"}

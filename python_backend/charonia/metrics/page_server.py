@@ -30,7 +30,7 @@ PATH = b"/metrics"
 REQUEST_S = 5.0
 """Timeout for a client's request."""
 PAGE_S = 8.0
-"""Timeout for a page that is made for others, before a client's own is begun."""
+"""How long a client waits while a page is made for others."""
 TAKE_S = 5.0
 """Timeout for a client to take its answer."""
 _RECEIVE_BYTES = 4096
@@ -56,8 +56,8 @@ class PageServer:
 
     Args:
         listener: closed by this.
-        read: makes the page, once at a time, and in bounded time. It raises NoPageError if there
-            is none, and the client is told why.
+        read: makes the page, once at a time. One client waits for it as long as it takes. It raises
+            NoPageError if there is no page, and the client is told why.
         log: takes a line for any other error.
     """
 
@@ -67,14 +67,15 @@ class PageServer:
         self._read = read
         self._log = log
         self._requests: WeakKeyDictionary[Channel, h11.Request] = WeakKeyDictionary()
-        self._making = threading.Lock()
-        self._latest = (-math.inf, _TOO_SLOW)  # when it was begun, and the answer with it
+        self._changed = threading.Condition()
+        self._is_making = False
+        self._latest, self._latest_at = _TOO_SLOW, -math.inf  # an answer, and when it was begun
         # Nobody is told of clients that are silent or go away.
         self._server = Server(listener, self._has_asked, self._serve, log=lambda line: None)
         self._server.start()
 
     def close(self) -> None:
-        """Stop listening, and close all connections, once those that have asked are answered."""
+        """Stop listening, give pages that were asked for some seconds, and hang up."""
         self._server.close()
 
     def _has_asked(self, channel: Channel) -> bool:
@@ -101,15 +102,21 @@ class PageServer:
     def _page_of_now(self) -> _Answer:
         """Return a page that is begun after this call. Calls that wait share the next one."""
         called_at = time.monotonic()
-        if not self._making.acquire(timeout=PAGE_S):
-            return _TOO_SLOW
-        try:
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._latest_at >= called_at or not self._is_making, PAGE_S
+            )
+            if self._latest_at >= called_at:
+                return self._latest
+            if self._is_making:
+                return _TOO_SLOW
+            self._is_making = True
             begun_at = time.monotonic()
-            if self._latest[0] < called_at:
-                self._latest = begun_at, self._make_page()
-            return self._latest[1]
-        finally:
-            self._making.release()
+        page = self._make_page()
+        with self._changed:
+            self._latest, self._latest_at, self._is_making = page, begun_at, False
+            self._changed.notify_all()
+        return page
 
     def _make_page(self) -> _Answer:
         try:

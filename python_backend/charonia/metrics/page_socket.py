@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -25,9 +26,19 @@ MAX_ANSWER_BYTES = 2**20
 _QUESTION = b"charonia: metrics"
 
 
-Sample = tuple[str, str, dict[str, str], float]
-"""A value that is not on Triton's page: a metric's name, the suffix of a histogram's, its labels
-beside `model` and `version`, and the value."""
+class Sample(NamedTuple):
+    """A value that is not on Triton's page.
+
+    Attributes:
+        metric: the metric's name. suffix: what follows it in the sample's name.
+        labels: those beside the ones that all series have.
+    """
+
+    metric: str
+    suffix: str
+    labels: dict[str, str]
+    value: float
+
 
 decode_samples = msgspec.msgpack.Decoder(list[Sample]).decode
 """Decodes an answer. Raises ValueError, RecursionError: it is not one of a scheduler."""

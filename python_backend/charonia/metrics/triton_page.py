@@ -20,11 +20,12 @@ import ctypes
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from charonia.metrics.metric_table import BY_NAME, OLDEST, VLLM_METRICS, labels_of
-from charonia.metrics.metrics import Metrics, Series
+from charonia.metrics.metrics import Histogram, Metrics, Series
 from charonia.metrics.other_names import cache_config_of_vllm, gauges_of_others, shown_again
 from charonia.metrics.page_socket import Sample
 
@@ -103,13 +104,14 @@ class MetricsExporter:
         """Update Triton's page, and return what is not on it."""
         self.update()
         found = [
-            (name, *sample)
+            sample
             for name, metric in self._histograms.items()
             if metric.place == "page"
-            for sample in self._metrics.histograms[metric.shows or name].samples()
+            for sample in _samples(name, self._metrics.histograms[metric.shows or name])
         ]
         if not self._hidden:
-            found.append(cache_config_of_vllm(self._metrics.gauges, self._block_size()))
+            labels = cache_config_of_vllm(self._metrics.gauges, self._block_size())
+            found.append(Sample("vllm:cache_config_info", "", labels, 1.0))
         return found
 
     def _run(self) -> None:
@@ -195,6 +197,17 @@ class TritonSeries:
             made = self._families[name].Metric(labels=labels, **options)
             self._series[series] = _immortal(made)
         return self._series[series]
+
+
+def _samples(name: str, histogram: Histogram) -> list[Sample]:
+    """Return a histogram as Prometheus has it: each bucket counts all up to its bound."""
+    counts, total = list(accumulate(histogram.counts)), histogram.sum
+    bounds = [*(f"{bound:g}" for bound in histogram.bounds), "+Inf"]
+    return [
+        *(Sample(name, "_bucket", {"le": le}, n) for le, n in zip(bounds, counts, strict=True)),
+        Sample(name, "_count", {}, counts[-1]),
+        Sample(name, "_sum", {}, total),
+    ]
 
 
 def _immortal(triton_object: Any) -> Any:
