@@ -30,8 +30,8 @@ STEPS, PLANS = "charonia_step_seconds", "charonia_plan_seconds"
 def samples(name: str) -> list[Sample]:
     """What a scheduler says of a histogram."""
     return [
-        Sample(name, "_bucket", {"le": "0.5"}, 1.0),
-        Sample(name, "_bucket", {"le": "1"}, 1.0),
+        Sample(name, "_bucket", {"le": "0.005"}, 1.0),
+        Sample(name, "_bucket", {"le": "0.01"}, 1.0),
         Sample(name, "_bucket", {"le": "+Inf"}, 3.0),
         Sample(name, "_count", {}, 3.0),
         Sample(name, "_sum", {}, 7.25),
@@ -82,6 +82,7 @@ def triton() -> Iterator[Triton]:
 
 @pytest.fixture
 def page(tmp_path: Path, triton: Triton, monkeypatch: pytest.MonkeyPatch) -> Iterator[MergedPage]:
+    monkeypatch.setattr(merged_page, "SCHEDULERS_S", WAIT_S)
     monkeypatch.setattr(merged_page, "TRITON_S", WAIT_S)
     with contextlib.closing(MergedPage(tmp_path, lambda: triton.url)) as page:
         yield page
@@ -127,7 +128,8 @@ def test_the_histograms_of_all_schedulers_follow_each_family_once(
     found = samples_of(read)
     for model in ("one", "two"):
         assert found["charonia_scheduler_up", model, ""] == 1
-        assert [found[f"{STEPS}_bucket", model, le] for le in ("0.5", "1", "+Inf")] == [1, 1, 3]
+        counts = [found[f"{STEPS}_bucket", model, bound] for bound in ("0.005", "0.01", "+Inf")]
+        assert counts == [1, 1, 3]
         assert found[f"{STEPS}_count", model, ""] == 3
         assert found[f"{STEPS}_sum", model, ""] == 7.25
     assert f"# HELP {STEPS} {BY_NAME[STEPS].help}\n# TYPE {STEPS} histogram\n" in read.decode()
@@ -142,7 +144,8 @@ def test_the_histograms_of_all_schedulers_follow_each_family_once(
         Sample("charonia_step_seconds", "_sum\n", {}, 1.0),
         Sample("charonia_step_seconds", "_bucket", {}, 1.0),
         Sample("charonia_step_seconds", "_bucket", {"": "0.5"}, 1.0),
-        Sample("charonia_step_seconds", "_count", {"model": "other"}, 1.0),
+        Sample("charonia_step_seconds", "_bucket", {"le": "0.123"}, 1.0),
+        Sample("charonia_step_seconds", "_count", {"version": "9"}, 1.0),
         Sample("charonia_scheduler_up", "", {}, 0.0),
         Sample("charonia_generation_tokens_total", "", {}, 1.0),
         Sample("vllm:cache_config_info", "", {"block_size": "16"}, 1.0),
@@ -159,6 +162,7 @@ def test_what_no_scheduler_says_is_left_out(
         for model in ("faulty", "well")
     )
     assert faulty == well
+    assert well[f"{PLANS}_count", ""] == 3
 
 
 def test_what_a_metric_says_by_its_labels_is_said_of_each_scheduler_that_has_it(

@@ -7,6 +7,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 
+import httpx
 import psutil
 import pytest
 
@@ -15,6 +16,7 @@ from charonia.metrics import page_server
 from charonia.metrics.page_server import NoPageError, PageServer
 from charonia.sockets.server import MAX_CONNECTIONS
 from support.e2e import HTTP, wait_for
+from support.waiting import WAIT_S
 
 Start = Callable[[Callable[[], bytes]], int]
 PAGE = b"# HELP a Something.\n# TYPE a gauge\na 1\n"
@@ -82,8 +84,31 @@ def test_without_a_page_the_reason_is_the_answer(start: Start) -> None:
     def fail() -> bytes:
         raise AttributeError("a bug")
 
-    reply = HTTP.get(url(start(fail)))
-    assert (reply.status_code, reply.text) == (503, "the page could not be made\n")
+    port = start(fail)
+    for _ in range(2):
+        reply = HTTP.get(url(port))
+        assert (reply.status_code, reply.text) == (503, "the page could not be made\n")
+
+
+def test_a_log_that_cannot_be_written_holds_no_later_page() -> None:
+    num_asked = 0
+
+    def read() -> bytes:
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked == 1:
+            raise AttributeError("a bug")
+        return PAGE
+
+    def log(line: str) -> None:
+        raise BrokenPipeError
+
+    with listen("127.0.0.1", 0, "metrics") as listener:
+        port = listener.getsockname()[1]
+        with contextlib.closing(PageServer(listener, read, log)):
+            with pytest.raises(httpx.TransportError):
+                HTTP.get(url(port))
+            assert HTTP.get(url(port)).content == PAGE
 
 
 @pytest.mark.parametrize(
@@ -152,42 +177,87 @@ def test_who_does_not_take_the_answer_is_hung_up_on(
 
 
 class SlowPage:
-    """A page that is held until it is let go, and how many were begun."""
+    """Pages that are held until they are let go, numbered from 1."""
 
     def __init__(self) -> None:
         self.num_begun = 0
-        self.may_go_on = threading.Event()
+        self._let_go = threading.Semaphore(0)
 
     def read(self) -> bytes:
         self.num_begun += 1
         page = b"%d" % self.num_begun
-        assert self.may_go_on.wait(60)
+        assert self._let_go.acquire(timeout=60)
         return page
 
+    def let_go(self, num_pages: int = 1) -> None:
+        self._let_go.release(num_pages)
 
-def test_who_comes_while_a_page_is_made_shares_the_next_one() -> None:
-    slow, has_called = SlowPage(), queue.SimpleQueue[None]()
 
-    class Noting(threading.Condition):
-        """Says when a client has come."""
+class Clients:
+    """Clients of a slow page, each of which waits for it when `ask` returns.
 
-        def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
-            has_called.put(None)
-            return super().wait_for(predicate, timeout)
+    Attributes:
+        slow, server: the page, and its server.
+    """
 
-    with contextlib.ExitStack() as stack:
+    def __init__(self, stack: contextlib.ExitStack) -> None:
+        self.slow, self._stack, self._has_called = SlowPage(), stack, queue.SimpleQueue[None]()
         listener = stack.enter_context(listen("127.0.0.1", 0, "metrics"))
-        server = stack.enter_context(contextlib.closing(PageServer(listener, slow.read, print)))
-        server._changed = Noting()
-        clients = []
-        for _ in range(6):
-            clients.append(stack.enter_context(connect(listener.getsockname()[1])))
-            clients[-1].sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
-            has_called.get(timeout=60)
-            assert wait_for(lambda: slow.num_begun, bool) == 1
-        slow.may_go_on.set()
-        pages = [client.makefile("rb").read()[-1:] for client in clients]
-    assert pages == [b"1", *[b"2"] * 5], "a page that was begun before it was asked for"
+        self._port = listener.getsockname()[1]
+        self.server = PageServer(listener, self.slow.read, print)
+        stack.callback(self.server.close)
+        stack.callback(self.slow.let_go, 100)
+        has_called = self._has_called
+
+        class Noting(threading.Condition):
+            def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
+                has_called.put(None)
+                return super().wait_for(predicate, timeout)
+
+        self.server._changed = Noting()
+
+    def ask(self) -> socket.socket:
+        client = self._stack.enter_context(connect(self._port))
+        client.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+        self._has_called.get(timeout=60)
+        return client
+
+
+@pytest.fixture
+def clients(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clients]:
+    monkeypatch.setattr(page_server, "PAGE_S", WAIT_S)
+    with contextlib.ExitStack() as stack:
+        yield Clients(stack)
+
+
+def received(client: socket.socket) -> bytes:
+    """The page that a client gets."""
+    answer = client.makefile("rb").read()
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    return answer.rpartition(b"\r\n")[2]
+
+
+def test_who_comes_while_a_page_is_made_shares_the_next_one(clients: Clients) -> None:
+    first = clients.ask()
+    assert wait_for(lambda: clients.slow.num_begun, bool) == 1
+    others = [clients.ask() for _ in range(5)]
+    assert clients.slow.num_begun == 1
+    clients.slow.let_go()
+    assert received(first) == b"1"
+    assert wait_for(lambda: clients.slow.num_begun, lambda num: num > 1) == 2
+    late = clients.ask()
+    clients.slow.let_go()
+    assert wait_for(lambda: clients.slow.num_begun, lambda num: num > 2) == 3
+    assert [received(other) for other in others] == [b"2"] * 5, "while the third is made"
+    clients.slow.let_go()
+    assert received(late) == b"3", "a page that was begun before it was asked for"
+
+
+def test_whoever_waits_at_the_end_is_answered(clients: Clients) -> None:
+    waiting = [clients.ask() for _ in range(6)]
+    clients.slow.let_go(2)
+    clients.server.close()
+    assert sorted(received(client) for client in waiting) == [b"1", *[b"2"] * 5]
 
 
 def test_who_waits_too_long_for_another_page_gets_none(
@@ -201,25 +271,8 @@ def test_who_waits_too_long_for_another_page_gets_none(
         assert wait_for(lambda: slow.num_begun, bool) == 1
         reply = HTTP.get(url(port))
         assert (reply.status_code, reply.text) == (503, "the metrics take too long\n")
-        slow.may_go_on.set()
+        slow.let_go()
         assert first.makefile("rb").read()[-1:] == b"1"
-
-
-def test_whoever_waits_at_the_end_is_answered_or_hung_up_on() -> None:
-    slow = SlowPage()
-    with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(listen("127.0.0.1", 0, "metrics"))
-        server = PageServer(listener, slow.read, print)
-        clients = [
-            stack.enter_context(connect(listener.getsockname()[1])) for _ in range(MAX_CONNECTIONS)
-        ]
-        for client in clients:
-            client.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
-        assert wait_for(lambda: slow.num_begun, bool) == 1
-        slow.may_go_on.set()
-        server.close()
-        answers = [client.makefile("rb").read() for client in clients]
-    assert {answer[:15] for answer in answers} <= {b"HTTP/1.1 200 OK", b""}
 
 
 def test_the_end_hangs_up_on_everybody_and_frees_the_port() -> None:

@@ -6,10 +6,13 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from charonia.metrics.merged_page import _is_expected
 from charonia.metrics.metric_table import BY_NAME, METRICS, OLDEST
 from charonia.metrics.metrics import Metrics
+from charonia.metrics.page_socket import decode_samples
 from charonia.metrics.triton_page import THREAD, MetricsExporter
 from support.waiting import eventually
 
@@ -335,6 +338,8 @@ def test_gauges_are_shown_by_vllms_names_too() -> None:
     assert registry.value("vllm:kv_cache_usage_perc") == 0.4
     config = {"block_size": "16", "num_gpu_blocks": "12"}
     assert ("vllm:cache_config_info", "", config, 1.0) in exporter.read()
+    answer = decode_samples(msgspec.msgpack.encode(exporter.read()))
+    assert all(map(_is_expected, answer)), "or the page would leave it out"
     _, plain = make(metrics)
     assert "vllm:cache_config_info" not in {name for name, *_ in plain.read()}
     empty, _ = make(Metrics(), with_vllm_names=True)

@@ -29,7 +29,6 @@ TRITON_S = 0.8
 Both together are less than the scrape_timeout of docker/prometheus/prometheus.yml. So the page
 comes and says who is down; without it the whole server would seem to be."""
 
-_HISTOGRAM_LABELS = {"_bucket": ["le"], "_count": [], "_sum": []}
 Place = tuple[str, str]
 """A model and its version."""
 
@@ -92,9 +91,11 @@ class _Answers(Collector):
 
 def _is_expected(sample: Sample) -> bool:
     """Return whether a scheduler says such a thing: a faulty one must not spoil the page."""
-    metric = BY_NAME.get(sample.metric)
+    metric, labels = BY_NAME.get(sample.metric), sample.labels
     if metric is None or metric.place != "page":
         return False
-    if metric.kind == "histogram":
-        return _HISTOGRAM_LABELS.get(sample.suffix) == list(sample.labels)
-    return bool(metric.info) and sample.suffix == "" and sample.labels.keys() == {*metric.info}
+    if metric.kind != "histogram":
+        return bool(metric.info) and not sample.suffix and labels.keys() == {*metric.info}
+    if sample.suffix == "_bucket":
+        return labels.keys() == {"le"} and labels["le"] in metric.bounds
+    return sample.suffix in ("_count", "_sum") and not labels

@@ -109,6 +109,11 @@ class Metric:
     info: tuple[str, ...] = ()
     ours: str = ""
 
+    @property
+    def bounds(self) -> tuple[str, ...]:
+        """The buckets' labels `le`, ascending."""
+        return (*(f"{bound:g}" for bound in self.buckets), "+Inf")
+
 
 _counter = partial(Metric, "counter")
 _gauge = partial(Metric, "gauge")

@@ -48,6 +48,7 @@ class _Answer:
 
 
 _NOT_FOUND = _Answer(HTTPStatus.NOT_FOUND, b"there is nothing but GET /metrics\n")
+_UNMADE = _Answer(HTTPStatus.SERVICE_UNAVAILABLE, b"the page could not be made\n")
 _TOO_SLOW = _Answer(HTTPStatus.SERVICE_UNAVAILABLE, b"the metrics take too long\n")
 
 
@@ -56,8 +57,8 @@ class PageServer:
 
     Args:
         listener: closed by this.
-        read: makes the page, once at a time. One client waits for it as long as it takes. It raises
-            NoPageError if there is no page, and the client is told why.
+        read: makes pages, one at a time. A client waits for its own as long as that takes. Raises
+            NoPageError if there is no page; the client is told why.
         log: takes a line for any other error.
     """
 
@@ -75,7 +76,10 @@ class PageServer:
         self._server.start()
 
     def close(self) -> None:
-        """Stop listening, give pages that were asked for some seconds, and hang up."""
+        """Stop listening, hang up on clients that have not asked, and answer the others.
+
+        A page that takes more than seconds is not waited for.
+        """
         self._server.close()
 
     def _has_asked(self, channel: Channel) -> bool:
@@ -112,10 +116,13 @@ class PageServer:
                 return _TOO_SLOW
             self._is_making = True
             begun_at = time.monotonic()
-        page = self._make_page()
-        with self._changed:
-            self._latest, self._latest_at, self._is_making = page, begun_at, False
-            self._changed.notify_all()
+        page = _UNMADE
+        try:
+            page = self._make_page()
+        finally:
+            with self._changed:
+                self._latest, self._latest_at, self._is_making = page, begun_at, False
+                self._changed.notify_all()
         return page
 
     def _make_page(self) -> _Answer:
@@ -125,7 +132,7 @@ class PageServer:
             return _Answer(HTTPStatus.SERVICE_UNAVAILABLE, f"{error}\n".encode())
         except Exception:
             self._log(f"error: the page of metrics could not be made: {traceback.format_exc()}")
-            return _Answer(HTTPStatus.SERVICE_UNAVAILABLE, b"the page could not be made\n")
+            return _UNMADE
 
 
 def _receive_request(connection: socket.socket) -> h11.Request | None:

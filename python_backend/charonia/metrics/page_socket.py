@@ -30,8 +30,10 @@ class Sample(NamedTuple):
     """A value that is not on Triton's page.
 
     Attributes:
-        metric: the metric's name. suffix: what follows it in the sample's name.
+        metric: the metric's name.
+        suffix: what follows it in the sample's name, such as `_bucket`.
         labels: those beside the ones that all series have.
+        value: at this moment.
     """
 
     metric: str

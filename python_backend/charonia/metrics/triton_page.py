@@ -1,7 +1,8 @@
 """Exports the engine service's metrics to Triton's own metrics page.
 
 Owns the families at Triton. A thread updates them once a second, and again whenever
-the page is about to be read (`page_socket`). Must not know what the numbers mean.
+the page is about to be read (`page_socket`), and what the page has beside Triton's. Must not know
+what the numbers mean.
 
 One update is a round trip of 15 to 43 µs, and a Triton histogram takes one value at a time. Two
 threads that update one series at the same time crash tritonserver (2.51.0: 4 of 4 tries). So
@@ -202,9 +203,9 @@ class TritonSeries:
 def _samples(name: str, histogram: Histogram) -> list[Sample]:
     """Return a histogram as Prometheus has it: each bucket counts all up to its bound."""
     counts, total = list(accumulate(histogram.counts)), histogram.sum
-    bounds = [*(f"{bound:g}" for bound in histogram.bounds), "+Inf"]
+    buckets = zip(BY_NAME[name].bounds, counts, strict=True)
     return [
-        *(Sample(name, "_bucket", {"le": le}, n) for le, n in zip(bounds, counts, strict=True)),
+        *(Sample(name, "_bucket", {"le": bound}, count) for bound, count in buckets),
         Sample(name, "_count", {}, counts[-1]),
         Sample(name, "_sum", {}, total),
     ]
