@@ -188,6 +188,7 @@ struct CodeFormat<Code, float> {
     for (int k = 0; k < kStep; ++k) right.numbers[k] = Code::number(words >> Code::shift(k));
     return right;
   }
+  static Floats number(const Right& w, int k) { return w.numbers[k]; }
   static void add_product(Floats& to, Left a, const Right& b) {
     for (int k = 0; k < kStep; ++k) to += splat(a[k]) * b.numbers[k];
   }

@@ -6,6 +6,7 @@
 //   pool.h       threads
 //   matrix.h     packed weights, in float32, bfloat16, int8 and W8A8; weight_memory.h is where
 //   w8a8.h       rows rounded to int8, for products of whole numbers
+//   widened.h    products in float32, where the processor has no others
 //   codes.h      numbers in 8 or 4 bits: how they are rounded, and products with them
 //   pages.h      how K and V lie in the pages
 //   step.h       the tokens of a step and where their context lies

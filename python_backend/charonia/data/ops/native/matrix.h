@@ -18,6 +18,7 @@
 #include "vectors.h"
 #include "w8a8.h"
 #include "weight_memory.h"
+#include "widened.h"
 
 namespace charonia {
 
@@ -134,8 +135,10 @@ class Matrix {
   }
 
   static constexpr int64_t kRowsAtOnce = 192;  // of x, so that they stay in the cache
+  static constexpr int64_t kWideRows = 4 * kRowsAtOnce;  // rows of x that are widened at a time
+  static constexpr int64_t kWideDepth = 1024;  // inputs whose weights are widened at a time
 
-  // The same with AMX: so many bytes of x, half of the second-level cache, but some tiles at least.
+  // With AMX: so many bytes of x, half of the second-level cache, but some tiles at least.
   static constexpr int64_t kBytesAtOnce = 1 << 20, kTileRows = 32;
 
   // Weights stored of each output.
@@ -213,12 +216,27 @@ class Matrix {
   }
 
   // out(row, panel, sums) for every row of x [rows, inputs] and panel.
+  template <class F, class T, class Out>
+  void multiply_numbers(const T* x, int64_t rows, const Out& out) const {
+    if constexpr (std::is_same_v<T, typename F::Input>) {
+      multiply_from<F>(0, x, rows, out);
+    } else {
+      const int64_t blocks = (rows + kWideRows - 1) / kWideRows;
+      for (int64_t i = 0; i < blocks; ++i) {
+        const int64_t first = i * rows / blocks, count = (i + 1) * rows / blocks - first;
+        multiply_from<F>(first, widened_rows(x + first * inputs, count), count, out);
+      }
+    }
+  }
+
+  // The same for x [count, inputs], rows from `first` on.
   template <class F, class Out>
-  void multiply_numbers(const typename F::Input* x, int64_t rows, const Out& out) const {
-    const auto take = [&out](int64_t row, int64_t panel, int64_t, const Floats* sums) {
-      out(row, panel, sums);
+  void multiply_from(int64_t first, const typename F::Input* x, int64_t count,
+                     const Out& out) const {
+    const auto take = [first, &out](int64_t row, int64_t panel, int64_t, const Floats* sums) {
+      out(first + row, panel, sums);
     };
-    multiply_parts<F>(x, rows, [&](const auto& f) { f(take); });
+    multiply_parts<F>(x, count, [&](const auto& f) { f(take); });
   }
 
   // The same by whole numbers. Those of a group are summed up exactly, the groups in order.
@@ -227,11 +245,13 @@ class Matrix {
     using Sum = WholeFormat::Sum;
     const WholeRows wholes = rounded_rows(x, rows);
     const auto add_up = [&](const auto& f) {
-      static_assert(kSums / kVectors <= kTileRows);
-      Floats totals[kTileRows][kVectors];  // of as many rows as are multiplied at once
+      // At least as many as are multiplied before their next group.
+      constexpr uint64_t kTotals = kIsWidenedOnce<WholeFormat> ? 256 : kTileRows;
+      static_assert(kTotals >= (kIsWidenedOnce<WholeFormat> ? kRowsAtOnce : kSums / kVectors));
+      Floats totals[kTotals][kVectors];
       f([&](int64_t row, int64_t panel, int64_t group,
             const Sum* sums) __attribute__((always_inline)) {
-        Floats(&total)[kVectors] = totals[static_cast<uint64_t>(row) % kTileRows];
+        Floats(&total)[kVectors] = totals[static_cast<uint64_t>(row) % kTotals];
         const int64_t at = row * groups_.count + group;
         for (int v = 0; v < kVectors; ++v) {
           const Floats added = alone(of_numbers(sums[v], wholes.less[at]) * wholes.steps[at]);
@@ -241,6 +261,19 @@ class Matrix {
       });
     };
     multiply_parts<WholeFormat>(wholes.numbers, rows, add_up);
+  }
+
+  // x [rows, inputs] in float32.
+  const float* widened_rows(const bf16* x, int64_t rows) const {
+    float* const wide = scratch.rows.get<float>(rows * inputs);
+    const auto some = [&](int64_t first, int64_t end) {
+      widen_all(x + first * inputs, (end - first) * inputs, wide + first * inputs);
+    };
+    if (is_worth_sharing(rows))
+      Pool::get().run_ranges(rows, some);
+    else
+      some(0, rows);
+    return wide;
   }
 
   template <class T>
@@ -286,7 +319,11 @@ class Matrix {
           each_part([&](const auto& part) { multiply_by_tiles<F>(tiles, part, waiting); });
           waiting.hand_out_all();
         } else {
-          each_part([&](const auto& part) { multiply_by_vectors<F>(part, out); });
+          each_part([&](const auto& part) {
+            if constexpr (kIsWidenedOnce<F>)
+              if (part.num_rows >= kWidenedOnceFrom<F>) return multiply_widened<F>(part, out);
+            multiply_by_vectors<F>(part, out);
+          });
         }
       });
     });
@@ -303,7 +340,7 @@ class Matrix {
     const auto* next = w + kColumns * depth;
     int half = 0;
     constexpr int kUnit = kLanes * F::kStored;
-    in_tiles<kVectors>(part.num_rows, [&](int64_t first, auto rows_here) {
+    in_tiles<kSumsOf<F> / kVectors>(part.num_rows, [&](int64_t first, auto rows_here) {
       constexpr int height = decltype(rows_here)::value;
       const typename F::Stored* units[kVectors];
       // The first tile fetches its own panel ahead, the second and third the next one, half each.
@@ -326,6 +363,28 @@ class Matrix {
           out(part.first_row + first + r, part.panel, group, sums[r]);
       }
     });
+  }
+
+  // The same with weights that are widened once for all rows, some inputs after the others.
+  template <class F, class Out>
+  void multiply_widened(const Part<F>& part, const Out& out) const {
+    const int64_t depth = this->depth();
+    float* const wide = widened_memory.panel.get<float>(kWideDepth * kColumns);
+    auto* const sums = reinterpret_cast<Floats(*)[kVectors]>(
+        widened_memory.sums.get<float>(part.num_rows * kColumns));
+    for (int64_t group = 0; group < num_groups<F>(); ++group) {
+      const int64_t begin = begin_of<F>(group), end = begin_of<F>(group + 1);
+      for (int64_t k = begin; k < end; k += kWideDepth) {
+        const int64_t size = std::min(kWideDepth, end - k);
+        widen_panel<F>(part.weights + k * kColumns, size, wide);
+        in_tiles<kFloatSums / kVectors>(part.num_rows, [&](int64_t first, auto rows_here) {
+          multiply_floats<decltype(rows_here)::value>(
+              sums + first, k == begin, part.x + first * depth + k, depth, wide, size);
+        });
+      }
+      for (int64_t r = 0; r < part.num_rows; ++r)
+        out(part.first_row + r, part.panel, group, sums[r]);
+    }
   }
 
   // The same with AMX. Sums are handed out late, some rows at each step of the next products, so that

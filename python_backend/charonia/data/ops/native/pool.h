@@ -317,7 +317,7 @@ class Scratch {
 // destroyed: as the process ends, another thread may still compute.
 inline std::mutex one_at_a_time;
 struct SharedScratch {
-  Scratch normed, wide, inner, partial, numbers, steps, less;
+  Scratch normed, wide, rows, inner, partial, numbers, steps, less;
 };
 inline SharedScratch& scratch = *new SharedScratch;
 

@@ -55,8 +55,54 @@ class ChunkProducts {
       : pages_(pages), starts_(blocks.starts), stride_(stride) {}
 
   // scores [queries][stride_] = q K^T of the first `blocks`, of codes times the factors of `side`;
-  // kWide vectors of keys at a time. After the last keys the first values are brought near.
+  // some vectors of keys at a time. After the last keys the first values are brought near.
   void score(const Side<F>& side, int64_t queries, int64_t blocks, float* scores) const {
+    if (queries <= kFew)
+      score_by<kWidest>(side, queries, blocks, scores);
+    else
+      score_by<kWide>(side, queries, blocks, scores);
+  }
+
+  // result [queries][dim] = weights V of the first `blocks`, some vectors of dimensions at a time.
+  void add_values(const Side<F>& side, int64_t queries, int64_t blocks, float* result) const {
+    if (queries <= kFew)
+      add_values_by<kWidest>(side, queries, blocks, result);
+    else
+      add_values_by<kWide>(side, queries, blocks, result);
+  }
+
+  // scales [groups][stride_] of the first `seen` values of a chunk, 0 behind, in units of steps
+  // [groups]. What a query does not see must not decide how its weights are rounded.
+  void read_scales(int64_t seen, float* scales, float* steps) const {
+    const auto padded = static_cast<int64_t>(starts_.size()) * pages_.block_size;
+    for (int64_t group = 0; group < pages_.groups(); ++group) {
+      float* to = scales + group * stride_;
+      for (int64_t i = 0; i < padded; i += kLanes) {
+        const Floats scales_here = widen(scales_of(pages_.values, i / kLanes, group));
+        store(to + i, below(seen, i, scales_here, Floats{}));
+      }
+      Steps of_digits;
+      if constexpr (kRows > 1) of_digits = steps_up_to(largest(to, padded));
+      steps[group] = of_digits.step;
+      for (int64_t i = 0; i < padded; i += kLanes)
+        store(to + i, load<Floats>(to + i) * of_digits.inverse);
+    }
+  }
+
+ private:
+  // Vectors side by side: of up to kFew queries, which wait for memory, and of more.
+  static constexpr int kWidest = 4, kWide = kLanes == 16 ? kWidest : 2;
+  static constexpr int64_t kFew = 4;
+  static constexpr int kRows = kRowsEach<F>;
+  // Queries side by side, with so many vectors.
+  template <int kWidth>
+  static constexpr int kTallest =
+      std::min((kWidth > kWide ? kSums : kSumsOf<F>) / (kWidth * kRows), 6);
+
+  // Functions of their own for each width, or gcc 12 keeps too little in registers.
+  template <int kWidth>
+  [[gnu::noinline]] void score_by(const Side<F>& side, int64_t queries, int64_t blocks,
+                                  float* scores) const {
     const int64_t block_size = pages_.block_size, size = pages_.dim / pages_.groups();
     const int64_t vectors = blocks * block_size / kLanes;
     for (int64_t group = 0; group < pages_.groups(); ++group) {
@@ -80,7 +126,7 @@ class ChunkProducts {
             __builtin_prefetch(scales_of(pages_.values, v + i, group));
           }
         }
-        in_tiles<wide * kRows, kTallest>(queries, [&](int64_t first, auto queries_here) {
+        in_tiles<kTallest<wide>>(queries, [&](int64_t first, auto queries_here) {
           constexpr int height = decltype(queries_here)::value;
           typename F::Sum sums[height * kRows][wide];
           const int64_t query = group * side.queries + first;
@@ -100,18 +146,19 @@ class ChunkProducts {
             }
         });
       };
-      in_widths(vectors, some);
+      in_widths<kWidth>(vectors, some);
     }
   }
 
-  // result [queries][dim] = weights V of the first `blocks`, kWide vectors of dimensions at a time.
-  void add_values(const Side<F>& side, int64_t queries, int64_t blocks, float* result) const {
+  template <int kWidth>
+  [[gnu::noinline]] void add_values_by(const Side<F>& side, int64_t queries, int64_t blocks,
+                                       float* result) const {
     const int64_t block_size = pages_.block_size, dim = pages_.dim, size = dim / pages_.groups();
     for (int64_t group = 0; group < pages_.groups(); ++group)
-      in_widths(size / kLanes, [&](int64_t v, auto count) {
+      in_widths<kWidth>(size / kLanes, [&](int64_t v, auto count) {
         constexpr int wide = decltype(count)::value;
         const int64_t d = group * size + v * kLanes;
-        in_tiles<wide * kRows, kTallest>(queries, [&](int64_t first, auto queries_here) {
+        in_tiles<kTallest<wide>>(queries, [&](int64_t first, auto queries_here) {
           constexpr int height = decltype(queries_here)::value;
           const int64_t query = group * side.queries + first;
           typename F::Sum sums[height * kRows][wide];
@@ -137,34 +184,11 @@ class ChunkProducts {
       });
   }
 
-  // scales [groups][stride_] of the first `seen` values of a chunk, 0 behind, in units of steps
-  // [groups]. What a query does not see must not decide how its weights are rounded.
-  void read_scales(int64_t seen, float* scales, float* steps) const {
-    const auto padded = static_cast<int64_t>(starts_.size()) * pages_.block_size;
-    for (int64_t group = 0; group < pages_.groups(); ++group) {
-      float* to = scales + group * stride_;
-      for (int64_t i = 0; i < padded; i += kLanes) {
-        const Floats scales_here = widen(scales_of(pages_.values, i / kLanes, group));
-        store(to + i, below(seen, i, scales_here, Floats{}));
-      }
-      Steps of_digits;
-      if constexpr (kRows > 1) of_digits = steps_up_to(largest(to, padded));
-      steps[group] = of_digits.step;
-      for (int64_t i = 0; i < padded; i += kLanes)
-        store(to + i, load<Floats>(to + i) * of_digits.inverse);
-    }
-  }
-
- private:
-  static constexpr int kWide = 4;  // vectors side by side: few queries share much work
-  static constexpr int kTallest = 6;  // queries side by side
-  static constexpr int kRows = kRowsEach<F>;
-
-  // Call some(first, Rows<width>) for vectors that make up `count`, the widest first.
-  template <class Some>
+  // Call some(first, Rows<width>) for `count` vectors, kWidth at a time, then one by one.
+  template <int kWidth, class Some>
   static void in_widths(int64_t count, const Some& some) {
     int64_t v = 0;
-    for (; v + kWide <= count; v += kWide) some(v, Rows<kWide>{});
+    for (; v + kWidth <= count; v += kWidth) some(v, Rows<kWidth>{});
     for (; v < count; ++v) some(v, Rows<1>{});
   }
 

@@ -245,7 +245,7 @@ struct Format<bf16> {
 #else
 template <>
 struct Format<bf16> {
-  using Input = bf16;
+  using Input = float;  // widened beforehand, not by each product again
   using Stored = bf16;
   using Sum = Floats;
   static constexpr int kStep = 2, kStored = 2;
@@ -253,11 +253,12 @@ struct Format<bf16> {
     Floats even, odd;
   };
   using Right = Left;
-  static Left broadcast(const bf16* x) { return {splat(to_float(x[0])), splat(to_float(x[1]))}; }
+  static Left broadcast(const float* x) { return {splat(x[0]), splat(x[1])}; }
   static Right fetch(const bf16* w) {
     const Words pairs = load<Words>(w);
     return {bits<Floats>(pairs << 16), bits<Floats>(pairs & 0xffff0000u)};
   }
+  static Floats number(const Right& w, int k) { return k ? w.odd : w.even; }
   static void add_product(Floats& to, Left a, Right b) {
     to += a.even * b.even;
     to += a.odd * b.odd;
@@ -295,17 +296,21 @@ struct Int8<bf16> : Format<bf16> {
 constexpr int kVectors = 2;  // of the right-hand side, side by side
 constexpr int kColumns = kVectors * kLanes;
 #if defined(__AVX512F__)
-constexpr int kSums = 24;  // of the 32 registers
+constexpr int kSums = 24, kFloatSums = 24;  // of the 32 registers
 constexpr int kAheadBytes = 4096;
 #else
-constexpr int kSums = 8;  // of the 16 registers
+constexpr int kSums = 8, kFloatSums = 12;  // of the 16 registers
 constexpr int kAheadBytes = 2048;
 #endif
+// Sums side by side; more if the right-hand side is float32, a register for each vector.
+template <class F>
+constexpr int kSumsOf = std::is_same_v<F, Format<float>> ? kFloatSums : kSums;
 
 // sums[r][v] += x[r] W[v], where x is [kRows, k] with rows `x_stride` apart and W[v] are the k /
 // kStep units that begin at w[v] and are `w_stride` elements apart. Every sum runs over k in
-// order, whatever kRows is. Meanwhile, what lies at `ahead` in the same way is brought near.
-template <class F, int kRows, int kWide>
+// order, whatever kRows is. Meanwhile, what lies at `ahead` in the same way is brought near, if
+// kFetches.
+template <class F, bool kFetches = true, int kRows, int kWide>
 [[gnu::always_inline]] inline void multiply(typename F::Sum (&sums)[kRows][kWide],
                                             const typename F::Input* x, int64_t x_stride,
                                             const typename F::Stored* const (&w)[kWide],
@@ -316,7 +321,7 @@ template <class F, int kRows, int kWide>
 #pragma GCC unroll 4
     for (int v = 0; v < kWide; ++v) {
       right[v] = F::fetch(w[v] + step * w_stride);
-      __builtin_prefetch(ahead[v] + step * w_stride);
+      if constexpr (kFetches) __builtin_prefetch(ahead[v] + step * w_stride);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
@@ -341,15 +346,13 @@ inline void with_rows(int64_t rows, F&& f) {
   }
 }
 
-// Cut `rows` into tiles of about the same height that leave room for kWide vectors. Each height is
-// code of its own, so there may be a limit to it.
-template <int kWide, int kTallest = kSums, class F>
+// Cut `rows` into tiles of about the same height, kTallest at most. Each height is code of its own.
+template <int kTallest, class F>
 inline void in_tiles(int64_t rows, F&& f) {
-  constexpr int kMost = std::min(kSums / kWide, kTallest);
-  const int64_t tiles = (rows + kMost - 1) / kMost;
+  const int64_t tiles = (rows + kTallest - 1) / kTallest;
   for (int64_t tile = 0, first = 0; tile < tiles; ++tile) {
     const int64_t height = (rows - first) / (tiles - tile);
-    with_rows<kMost>(height, [&](auto n) { f(first, n); });
+    with_rows<kTallest>(height, [&](auto n) { f(first, n); });
     first += height;
   }
 }
