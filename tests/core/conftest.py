@@ -1,7 +1,8 @@
-"""A service for tests of it."""
+"""A service, and the entries of a journal."""
 
 import pytest
 
+from charonia.simulate.replay import read_journal
 from core.service_bench import NUM_BLOCKS, make_service, wait_until_up
 from support.echo import EchoExecutor
 
@@ -12,3 +13,14 @@ def service():
     wait_until_up(service)
     yield service
     service.close()
+
+
+@pytest.fixture
+def entries(tmp_path):
+    """The entries of the only journal that a test writes."""
+
+    def read():
+        (path,) = tmp_path.glob("*.journal")
+        return list(read_journal(path))
+
+    return read

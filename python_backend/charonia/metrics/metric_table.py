@@ -14,7 +14,7 @@ Panels are in `docker/grafana/panels.py`, and the gateway's metrics in `gateway/
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Literal
 
 from charonia.errors import KINDS, UnavailableError
@@ -79,7 +79,7 @@ _TOKENS = tuple(float(2**power) for power in range(18))
 _COUNTS = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Metric:
     """One family. Its series have the labels `model` and `version`, and at most one more.
 
@@ -109,7 +109,7 @@ class Metric:
     info: tuple[str, ...] = ()
     ours: str = ""
 
-    @property
+    @cached_property
     def bounds(self) -> tuple[str, ...]:
         """The buckets' labels `le`, ascending."""
         return (*(f"{bound:g}" for bound in self.buckets), "+Inf")
