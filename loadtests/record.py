@@ -1,10 +1,12 @@
 """Records of all runs: date, command, commit, machine; in results/DATE-NAME.
 
 Owns the circumstances of a run, the names and the writing of its files, and that results/ takes
-only runs of a commit that others can check out. Must not know what was measured.
+only runs of a commit that others can check out. A run of code from another checkout is refused.
+Must not know what was measured.
 """
 
 import datetime
+import importlib.util
 import json
 import os
 import platform
@@ -19,10 +21,17 @@ from typing import Any
 from paths import LOADTESTS, ROOT
 
 RESULTS = "results"
+PACKAGES = {"charonia": "python_backend", "charonia_client": "client"}
+"""Packages that are measured, and in which folders of a checkout they are."""
 
 
 def circumstances(script: str) -> dict[str, Any]:
-    """Describe the run of `script`, a file of this folder: date, command, commit and machine."""
+    """Describe the run of `script`, a file of this folder: date, command, commit and machine.
+
+    Raises:
+        SystemExit: see `check_code`.
+    """
+    check_code()
     fields = dict(line.split(":", 1) for line in _output("lscpu").splitlines() if ":" in line)
     names = ("Model name", "CPU(s)", "CPU family", "Model", "L2 cache", "L3 cache")
     return {
@@ -42,6 +51,26 @@ def commit(folder: Path = LOADTESTS) -> str | None:
     return f"{found}-dirty" if _changed(folder) else found
 
 
+def check_code() -> None:
+    """Check that what is measured is the code of this checkout, whose commit is recorded.
+
+    An environment may have another checkout installed. Servers and workers that a benchmark starts
+    import what it would import itself.
+
+    Raises:
+        SystemExit: a package would be imported from elsewhere.
+    """
+    for package, folder in PACKAGES.items():
+        spec = importlib.util.find_spec(package)
+        found = None if spec is None or spec.origin is None else Path(spec.origin).resolve().parent
+        if found is not None and found != (ROOT / folder / package).resolve():
+            paths = os.pathsep.join(str(ROOT / one) for one in PACKAGES.values())
+            raise SystemExit(
+                f"{package} is imported from {found}, but the commit of {ROOT} would be recorded;"
+                f" set PYTHONPATH={paths}, or install that checkout with make setup"
+            )
+
+
 def output_stem(asked: Path | None, name: str, folder: Path = LOADTESTS) -> Path:
     """Path of a run's files but for their endings; to be asked for before anything is measured.
 
@@ -52,8 +81,9 @@ def output_stem(asked: Path | None, name: str, folder: Path = LOADTESTS) -> Path
             it is.
 
     Raises:
-        SystemExit: what would be recorded is not what the commit holds.
+        SystemExit: what would be recorded is not what the commit holds; or see `check_code`.
     """
+    check_code()
     if asked is not None and asked.resolve().parent != folder / RESULTS:
         return asked
     if commit(folder) is None:

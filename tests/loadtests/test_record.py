@@ -1,14 +1,24 @@
 """What is recorded of a run, and which runs results/ takes."""
 
 import json
+import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from paths import LOADTESTS, ROOT
-from record import RESULTS, circumstances, commit, is_in_history, output_stem, write_record
+from record import (
+    PACKAGES,
+    RESULTS,
+    circumstances,
+    commit,
+    is_in_history,
+    output_stem,
+    write_record,
+)
 
 pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="needs Git")
 RECORDS = sorted((LOADTESTS / RESULTS).glob("*.json"))
@@ -52,6 +62,31 @@ def test_what_no_commit_holds_is_not_recorded_and_said_to_be_dirty(folder: Path,
     assert output_stem(folder / "elsewhere", "bench", folder) == folder / "elsewhere"
     with pytest.raises(SystemExit, match="differ from it"):
         output_stem(folder / RESULTS / "mine", "bench", folder)
+
+
+@pytest.mark.parametrize("call", ["output_stem(Path('run'), 'bench')", "circumstances('bench.py')"])
+@pytest.mark.parametrize("package", [None, *PACKAGES])
+def test_code_of_another_checkout_is_not_recorded_as_this_commit(
+    package: str | None, call: str, tmp_path: Path
+) -> None:
+    if package is not None:
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").touch()
+    own = [str(ROOT / folder) for folder in PACKAGES.values()]
+    run = subprocess.run(
+        [sys.executable, "-c", f"from pathlib import Path\nfrom record import *\n{call}"],
+        cwd=LOADTESTS,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *own])},
+        capture_output=True,
+        text=True,
+    )
+    if package is None:
+        assert (run.returncode, run.stderr) == (0, "")
+    else:
+        assert run.returncode == 1
+        assert f"{package} is imported from {tmp_path.resolve() / package}, but" in run.stderr
+        assert f"commit of {ROOT} would be recorded" in run.stderr
+        assert f"set PYTHONPATH={os.pathsep.join(own)}, or" in run.stderr
 
 
 def test_a_command_is_recorded_without_paths_of_the_machine(
