@@ -4,6 +4,7 @@ Owns the log of the process, and the closing of connections that it inherits fro
 not know models.
 """
 
+import contextlib
 import faulthandler
 import locale
 import os
@@ -24,7 +25,8 @@ def start(model_name: str) -> Log:
 
     Returns:
         What writes lines to tritonserver's log, with the model's name in front, if the run's
-        present level shows them.
+        present level shows them. Lines that cannot be written, because of a full disk say, are
+        lost: whoever writes one must not fail with it.
     """
     # The stub's interpreter decodes files as ASCII otherwise, also inside libraries.
     locale.setlocale(locale.LC_CTYPE, "C.UTF-8")
@@ -32,9 +34,10 @@ def start(model_name: str) -> Log:
     faulthandler.register(STACKS_SIGNAL)
 
     def write(line: str) -> None:
-        # In one piece: all models and tritonserver write to the same pipe.
-        sys.stderr.write(headed(model_name, line))
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):
+            # In one piece: all models and tritonserver write to the same pipe.
+            sys.stderr.write(headed(model_name, line))
+            sys.stderr.flush()
 
     return Log(write, LevelFile.of_environment().read)
 
