@@ -1,8 +1,10 @@
 """Lines as tritonserver 2.51.0 writes them."""
 
 import datetime
+import errno
 import io
 import json
+import os
 from typing import Any
 
 import pytest
@@ -197,3 +199,20 @@ def test_lines_are_printed_as_they_are_or_as_json() -> None:
     found = json.loads(objects.getvalue())
     assert (found["source"], found["message"]) == ("charonia", "größer")
     assert datetime.datetime.fromisoformat(found["time"]).tzinfo is not None
+
+
+def test_a_line_that_cannot_be_printed_is_lost_and_the_next_is_not() -> None:
+    class FullDisk(io.StringIO):
+        is_full = True
+
+        def write(self, text: str) -> int:
+            if self.is_full:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return super().write(text)
+
+    shown = FullDisk()
+    printer = LogPrinter("text", shown)
+    printer.say("before")
+    shown.is_full = False
+    printer.say("after")
+    assert shown.getvalue() == "charonia: after\n"

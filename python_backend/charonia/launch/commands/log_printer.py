@@ -4,6 +4,7 @@ Owns the two forms, and that only lines of the present level are printed. Must n
 these are shown.
 """
 
+import contextlib
 import datetime
 import json
 import sys
@@ -21,6 +22,9 @@ FORMATS: tuple[Format, ...] = ("text", "json")
 
 class LogPrinter:
     """Prints lines to stderr, as they are or as one JSON object each. For several threads.
+
+    Lines that cannot be printed, because of a full disk say, are lost. Nobody must fail with one:
+    tritonserver stands still if its log is not read any more.
 
     Args:
         stream: None is stderr.
@@ -52,7 +56,7 @@ class LogPrinter:
         if self._is_json:
             now = datetime.datetime.now(datetime.UTC)
             line = json.dumps(as_record(line, now), ensure_ascii=False)
-        with self._lock:
+        with self._lock, contextlib.suppress(OSError):
             print(line, file=self._stream or sys.stderr, flush=True)
 
     def say(self, text: str) -> None:
