@@ -192,3 +192,26 @@ def test_a_client_that_has_gone_is_answered_later_and_even_when_the_server_ends(
     poller.LATE_END_S = CancellationPoller.LATE_END_S
     poller.close()
     assert [flags for _, flags in sender.sent] == [1]
+
+
+def test_a_late_end_does_not_wait_until_all_clients_have_been_asked() -> None:
+    happened: list[str] = []
+
+    class Staying:
+        is_polled = True
+        is_acknowledged = False
+
+        def is_cancelled(self) -> bool:
+            if not happened:
+                poller.end_later(partial(happened.append, "ended"))
+            happened.append("asked")
+            return False
+
+    poller = CancellationPoller[Named](lambda request: None, log=print)
+    poller.LATE_END_S = 0.0
+    staying: Any = Staying()
+    for index in range(3):
+        poller.add(Named(str(index)), staying)
+    eventually(lambda: len(happened) > 3)
+    poller.close()
+    assert happened[:3] == ["asked", "ended", "asked"]

@@ -260,6 +260,7 @@ class CancellationPoller(Generic[P]):
             self._send_late_ends(until=time.monotonic())
             for request, responder in list(self._responders.items()):
                 self._ask(request, responder)
+                self._send_late_ends(until=time.monotonic())  # a round may take many seconds
                 if self._stop.wait(pause):
                     return
 
