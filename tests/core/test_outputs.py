@@ -1,18 +1,21 @@
 """What a client gets of one request: chunks made of updates, whatever the engine did meanwhile."""
 
 import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
 
 from charonia.control import Request, Update
 from charonia.core.output.outputs import Chunk, OutputStream
 from charonia.errors import RequestCancelledError, ShuttingDownError
 from charonia.protocol import RowSampling, SamplingParams, TokenLogprobs
+from charonia.text.tokenizer import Tokenizer
 from core.bench import byte_tokenizer
 
 PROMPT = [10, 11, 12, 13, 14]
 
 
-def make_stream(**params) -> OutputStream:
-    request = Request(
+def make_request() -> Request:
+    return Request(
         key="a",
         token_ids=list(PROMPT),
         num_prompt=len(PROMPT),
@@ -21,7 +24,10 @@ def make_stream(**params) -> OutputStream:
         stop_ids=frozenset(),
         arrived_at=1.0,
     )
-    return OutputStream(request, SamplingParams(**params), byte_tokenizer())
+
+
+def make_stream(**params) -> OutputStream:
+    return OutputStream(make_request(), SamplingParams(**params), byte_tokenizer())
 
 
 def logprob_of(token_id: int) -> TokenLogprobs:
@@ -79,6 +85,15 @@ def test_tokens_and_logprobs_behind_a_stop_string_are_surplus():
 
 def test_a_stop_string_within_the_last_token_counts_more_than_the_length():
     last = take(make_stream(stop=("b",)), "ab", reason="length")
+    assert (last.text, last.finish_reason) == ("a", "stop")
+
+
+def test_a_stop_string_that_the_detokenizer_holds_back_counts_more_than_the_length():
+    """Bytes may be a part of a character until another token comes: Llama 2's line feed is one."""
+    backend = Backend(models.BPE({"a": 0, "<0x0A>": 1}, []))
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    stream = OutputStream(make_request(), SamplingParams(stop=("\n",)), Tokenizer(backend))
+    last = stream.take(Update(stream.request, [0, 1], None, None, 0, "length"), 2.0)
     assert (last.text, last.finish_reason) == ("a", "stop")
 
 

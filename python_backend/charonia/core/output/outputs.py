@@ -202,6 +202,8 @@ class OutputStream(SampleStream):
             self.last_token_at = now
         if reason is not None:
             text += self._rest()
+            if self._matcher.stopped:  # the detokenizer may have held back the end of a stop string
+                reason = "stop"
         if not text and reason is None:
             return None
         return self._chunk(text, reason, now)
