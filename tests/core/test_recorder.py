@@ -1,5 +1,6 @@
 """What is recorded of requests and steps, and that it harms nobody."""
 
+import errno
 import json
 import os
 import time
@@ -158,6 +159,26 @@ def test_a_full_disk_ends_the_record_alone(make_recorder, lines):
     recorder.note_step(STEP)
     recorder.flush()
     assert lines == ['recording_stopped level=warning reason="No space left on device"']
+    recorder.note_step(STEP)
+    recorder.close()
+
+
+def test_a_file_that_cannot_even_be_closed_ends_the_record_alone(make_recorder, lines):
+    """As on a file system over the network, which writes when a file is closed."""
+
+    class Full:
+        def write(self, data):
+            return len(data)
+
+        def close(self):
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    recorder = make_recorder(max_bytes=1)
+    for file in recorder._files.values():
+        file.close()
+    recorder._files = {name: Full() for name in recorder._files}
+    recorder.note_step(STEP)
+    assert lines == ['recording_stopped level=warning reason="record_max_bytes are written"']
     recorder.note_step(STEP)
     recorder.close()
 

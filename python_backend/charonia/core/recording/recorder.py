@@ -4,6 +4,7 @@ Owns the two files and their contents. Must not know text: of a prompt it writes
 blocks, and the key is lost with the process. Errors of the files never stop requests.
 """
 
+import contextlib
 import secrets
 import threading
 import time
@@ -148,9 +149,10 @@ class Recorder:
     def _stop(self, reason: str | None = None) -> None:
         if not self._files:
             return
-        for file in self._files.values():
-            file.close()
-        self._files = {}
+        files, self._files = self._files, {}
+        for file in files.values():
+            with contextlib.suppress(OSError):
+                file.close()
         if reason is not None:
             self._log(warning_event("recording_stopped", reason=reason))
 
