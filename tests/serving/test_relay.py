@@ -213,9 +213,9 @@ def test_an_answer_that_is_too_long_is_an_error_of_its_request_alone(
 
 
 def bounded(post: Callable[..., None], max_bytes: int) -> Callable[..., None]:
-    def bounded_post(self: Connection, message: bytes) -> None:
+    def bounded_post(self: Connection, message: bytes, **options: bool) -> None:
         self.channel.max_bytes = max_bytes
-        post(self, message)
+        post(self, message, **options)
 
     return bounded_post
 

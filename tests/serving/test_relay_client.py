@@ -19,6 +19,7 @@ from charonia.serving.messages.relay import RelayedAnswer
 from charonia.serving.messages.relay_client import SchedulerClient
 from charonia.serving.requests.raw_request import RawRequest
 from charonia.sockets import connection
+from charonia.sockets.channel import Channel
 from charonia.sockets.local import connect, listen
 from support.sockets import SchedulerEnd, refuse_threads
 from support.syntax import parse
@@ -128,14 +129,31 @@ def test_what_a_stopped_scheduler_does_not_take_is_bounded_and_then_refused(
         client = SchedulerClient(connect(tmp_path / "requests.socket"), owner, log=print)
         long = RawRequest({"input_ids": np.zeros(2**21, dtype=np.int32)}, {})
         for _ in range(2):
-            key = client.send(long)
+            client.send(long)
         with pytest.raises(UnavailableError, match="the scheduler takes nothing"):
             client.send(RAW)
-        client.cancel(key)  # is lost with the connection
-        client.acknowledge(key, 1)
         assert owner.ends.empty()
         client.note_server_stopping()  # no word of that: the end of the connection says it
         owner.ends.get(timeout=WAIT_S)
+
+
+def test_what_is_said_of_requests_is_kept_for_a_scheduler_that_takes_nothing_for_a_while(
+    tmp_path: Path, owner: Owner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stream whose acknowledgement is lost would wait for it for ever."""
+    monkeypatch.setattr(connection, "MAX_WAITING", 2)
+    with contextlib.closing(listen(tmp_path / "requests.socket")) as listener:
+        client = SchedulerClient(connect(tmp_path / "requests.socket"), owner, log=print)
+        long = RawRequest({"input_ids": np.zeros(2**21, dtype=np.int32)}, {})
+        first, second = (client.send(long) for _ in range(2))
+        client.acknowledge(first, 3)
+        client.cancel(second)
+        scheduler = Channel(listener.accept()[0])
+        received = [scheduler.receive(WAIT_S) for _ in range(4)]
+        said = [relay.decode_message(data) for data in received[2:] if data is not None]
+        assert said == [relay.Acknowledgement(first, 3), relay.Cancellation(second)]
+        scheduler.close()
+        client.close()
 
 
 def test_without_a_thread_for_the_answers_there_is_no_client(

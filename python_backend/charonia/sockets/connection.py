@@ -63,8 +63,12 @@ class Connection:
         finally:
             self._sending.release()
 
-    def post(self, message: bytes) -> None:
+    def post(self, message: bytes, *, may_exceed: bool = False) -> None:
         """Send a message soon; never waits. Does nothing once the connection has ended.
+
+        Args:
+            may_exceed: send it even if the outbox is full. The caller bounds how many such messages
+                there are.
 
         Raises:
             OSError: the message is too long (EMSGSIZE), the outbox is full (ENOBUFS), or the writer
@@ -75,7 +79,8 @@ class Connection:
             if self._is_closing or self.has_ended:
                 return
             num_bytes = self._num_bytes + len(message)
-            if len(self._outbox) >= MAX_WAITING or (self._outbox and num_bytes > MAX_WAITING_BYTES):
+            is_full = len(self._outbox) >= MAX_WAITING or num_bytes > MAX_WAITING_BYTES
+            if self._outbox and is_full and not may_exceed:
                 raise OSError(errno.ENOBUFS, f"{len(self._outbox)} messages wait to be sent")
             if not self._has_writer:
                 self._start(self._write, "charonia-writer")

@@ -14,6 +14,7 @@ Every request gets answers up to a final one, which may be an error. A proxy ack
 answers when it has passed them on. Only a few are under way before that, and later output gathers
 into one answer. Neither side waits for the other. Messages to a stopped process stay in the outbox.
 If that is full, requests are refused, and a proxy that does not read its answers is disconnected.
+Cancellations and acknowledgements are always queued: there are only a few for each request.
 The end of a connection cancels all its requests. If a process that reports deliveries dies without
 a `Disconnect`, the responses that it held are lost.
 """
@@ -136,15 +137,20 @@ def decode_answer(data: bytes) -> RelayedAnswer:
     return _answer_decoder.decode(data)
 
 
-def post(connection: Connection, message: Message | RelayedAnswer) -> None:
+def post(
+    connection: Connection, message: Message | RelayedAnswer, *, may_exceed: bool = False
+) -> None:
     """Queue a message. After the connection's end it is dropped.
+
+    Args:
+        may_exceed: see `Connection.post`.
 
     Raises:
         InvalidRequestError: it is too long.
         UnavailableError: the outbox is full.
     """
     try:
-        connection.post(encode(message))
+        connection.post(encode(message), may_exceed=may_exceed)
     except OSError as error:
         if error.errno == errno.EMSGSIZE:
             raise InvalidRequestError(

@@ -118,9 +118,9 @@ class SchedulerClient:
         self._connection.close()
 
     def _tell(self, message: Cancellation | Acknowledgement) -> None:
-        # If it cannot be sent, the request is lost with the connection anyway.
+        # Without a thread that writes, the request was not sent either.
         with contextlib.suppress(UnavailableError):
-            post(self._connection, message)
+            post(self._connection, message, may_exceed=True)
 
 
 class DeliveryClient:
