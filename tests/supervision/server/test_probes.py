@@ -7,8 +7,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from charonia.supervision.server.background import in_background
-from charonia.supervision.server.probes import Probe
+from charonia.supervision.server.probes import Health, Probe
+from support.sockets import refuse_threads
 from support.supervised import ALLOWED_S
+from support.waiting import eventually
 
 
 class KeepsConnections(BaseHTTPRequestHandler):
@@ -36,6 +38,26 @@ def test_a_probe_that_cannot_be_judged_is_an_error_and_waits_for_nobody(
     answer = in_background(lambda: Probe("127.0.0.1:1", "scheduler").check(1.0))
     with pytest.raises(RecursionError):
         answer.result(timeout=ALLOWED_S)
+
+
+def test_a_call_that_no_thread_can_be_started_for_begins_once_one_can(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with monkeypatch.context() as patch:
+        refuse_threads(patch, "charonia-background")
+        answer = in_background(lambda: "an answer")
+        assert not answer.done()
+    eventually(answer.done)
+    assert answer.result() == "an answer"
+
+
+def test_a_probe_waits_until_a_thread_can_be_started_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    refuse_threads(monkeypatch, "charonia-background")
+    probe = Probe("127.0.0.1:1", "scheduler")
+    assert probe.check(1.0, meanwhile=monkeypatch.undo).health is Health.SILENT
+    probe.close()
 
 
 def test_a_probe_that_is_closed_while_it_connects_leaves_no_connection_open(

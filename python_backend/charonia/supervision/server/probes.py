@@ -93,7 +93,8 @@ class Probe:
         """
         answer = in_background(lambda: self._ask(timeout_s))
         while not self._stop.is_set():
-            if wait([answer], timeout=POLL_S).done:
+            wait([answer], timeout=POLL_S)
+            if answer.done():
                 return answer.result()
             meanwhile()
         return ProbeResult(Health.SILENT, "stop requested")
