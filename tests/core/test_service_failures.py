@@ -7,6 +7,7 @@ from charonia.core.replica.reload import Reload
 from core.bench import Unchanged
 from core.service_bench import FOR_EVER, Client, make_service, wait_until_up
 from support.echo import EchoExecutor
+from support.sockets import refuse_threads
 from support.waiting import WAIT_S, eventually
 
 
@@ -119,6 +120,32 @@ def test_an_order_that_waits_when_the_service_closes_fails(service):
     service.close()
     service.reload(late)
     assert [waiting.reason, late.reason] == ["the server is shutting down"] * 2
+
+
+def test_where_no_thread_can_look_for_an_engine_the_next_try_waits(monkeypatch):
+    """Without a wait the log would be flooded."""
+
+    class Dying(EchoExecutor):
+        def open(self, *, replace, on_done):
+            opening = EngineOpening(super().open(replace=replace, on_done=lambda: None).result)
+            opening.start(on_done)
+            return opening
+
+    executor = Dying()
+    service = make_service(executor)
+    wait_until_up(service)
+    client = Client(service)
+    with monkeypatch.context() as patch:
+        refuse_threads(patch, "charonia-opening")
+        executor.die_next = 1
+        client.submit("a")
+        error = client.wait("a")[-1].error
+    assert (error.code, "can't start new thread" in str(error)) == ("UNAVAILABLE", True)
+    wait_until_up(service)
+    assert service.metrics.counters["charonia_engine_failures_total", "load_failed"] < 10
+    client.submit("b")
+    assert client.wait("b")[-1].finish_reason == "length"
+    service.close()
 
 
 def test_a_request_that_comes_while_the_engine_is_restarted_waits_for_the_new_one():

@@ -6,6 +6,7 @@ Owns the handover of the result. Must not know how an engine is found or loaded.
 import threading
 from collections.abc import Callable
 
+from charonia.errors import UnavailableError
 from charonia.protocol import EngineInfo
 
 
@@ -41,7 +42,7 @@ class EngineOpening:
             self._outcome = error
 
     def start(self, on_done: Callable[[], None]) -> None:
-        """Do the work in a thread of its own.
+        """Do the work in a thread of its own. It is done without one if none can be started.
 
         Args:
             on_done: called in that thread at the end.
@@ -51,8 +52,13 @@ class EngineOpening:
             self.run()
             on_done()
 
-        self._thread = threading.Thread(target=run, name="charonia-opening", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=run, name="charonia-opening", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # a limit of processes is reached, perhaps for a moment
+            self._outcome = UnavailableError(f"nobody can look for it: {error}")
+        else:
+            self._thread = thread
 
     def join(self, timeout: float) -> None:
         """Wait for the thread's end, if there is one, for at most `timeout` seconds."""
