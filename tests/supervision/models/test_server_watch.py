@@ -104,6 +104,20 @@ def test_an_engine_is_replaced_under_the_mark_of_who_has_it_loaded(tmp_path):
     assert not is_loaded_by_scheduler(tmp_path)
 
 
+def test_a_lost_engine_is_loaded_again_on_a_full_disk(tmp_path):
+    """Its files may not grow, and there may be no further ones."""
+
+    def sizes() -> dict[str, int]:
+        return {path.name: path.stat().st_size for path in tmp_path.iterdir()}
+
+    replaced = model(IS_LOADED, tmp_path, FakeControl())
+    before = sizes()
+    assert replaced.replace({}, sizes) == before
+    assert sizes() == before
+    replaced.close()
+    assert sizes() == {}
+
+
 def test_an_engine_that_cannot_be_loaded_says_why_without_a_path(tmp_path):
     control = FakeControl(ControlError("no weights in /srv/models/x"))
     with pytest.raises(EngineDiedError, match=r"^no weights in …$"):

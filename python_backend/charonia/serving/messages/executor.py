@@ -175,6 +175,7 @@ class SocketExecutor:
         self._control.close()
         if self._opening is not None:
             self._opening.join(_CLOSE_TIMEOUT_S)
+        self._model.close()
         self._disconnect()
 
     # ------------------------------------------------------------------ in the opening's thread

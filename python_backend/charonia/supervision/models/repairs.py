@@ -20,8 +20,9 @@ from charonia.supervision.models.probes import Readiness, clean
 from charonia.supervision.process_table import start_time
 
 LOAD_MARK = "load.mark"
-"""File in the engine's directory during each load that a scheduler makes: a repair or a reload.
-It holds the pid and the start time of the scheduler's process."""
+"""File in the engine's directory. During each load that a scheduler makes, a repair or a reload, it
+holds the pid and the start time of the scheduler's process."""
+_MARK_BYTES = 64
 _KILL_TIMEOUT_S = 10.0
 
 
@@ -57,6 +58,15 @@ class EngineModel:
         self._readiness = readiness
         self._control = control
         self._mark = directory / LOAD_MARK
+        with contextlib.suppress(OSError):  # it is made when it is needed, then
+            if not self._mark.exists():
+                self._write_mark("")
+
+    def close(self) -> None:
+        """Remove the mark, unless a scheduler is loading the engine: there may be another one."""
+        if not is_loaded_by_scheduler(self._mark.parent):
+            with contextlib.suppress(OSError):
+                self._mark.unlink(missing_ok=True)
 
     def replace(self, processes: dict[int, int], reach: Callable[[], EngineInfo]) -> EngineInfo:
         """Kill what is left of the engine, unload its model and load it again.
@@ -77,7 +87,7 @@ class EngineModel:
         kill_processes(processes)
         own_pid = os.getpid()
         try:
-            self._mark.write_text(f"{own_pid} {start_time(own_pid)}", encoding="ascii")
+            self._write_mark(f"{own_pid} {start_time(own_pid)}")
             self._control.unload(self._name)
             self._readiness.check_server()
             self._control.load(self._name)
@@ -89,7 +99,15 @@ class EngineModel:
         finally:
             # A mark that is left behind has no effect once this process has ended.
             with contextlib.suppress(OSError):
-                self._mark.unlink(missing_ok=True)
+                self._write_mark("")
+
+    def _write_mark(self, text: str) -> None:
+        """Write the mark in its place, which works on a full disk, too, where there is one."""
+        file = os.open(self._mark, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.pwrite(file, text.encode().ljust(_MARK_BYTES), 0)
+        finally:
+            os.close(file)
 
     def _reach(self, reach: Callable[[], EngineInfo]) -> EngineInfo:
         try:
