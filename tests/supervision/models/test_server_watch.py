@@ -18,6 +18,7 @@ from charonia.supervision.models.model_control import ControlError
 from charonia.supervision.models.probes import Readiness
 from charonia.supervision.models.repairs import EngineModel, is_loaded_by_scheduler
 from support.model_control import FakeControl
+from support.sockets import refuse_threads
 from support.waiting import WAIT_S
 
 IS_LOADED = "unexpected inference output 'readiness' for model 'engine'"
@@ -258,3 +259,17 @@ def test_a_watch_need_not_ask_what_another_model_was_told(watched):
 
 def test_a_watch_that_never_started_can_be_closed(watched):
     watched(lambda: None)
+
+
+def test_a_watch_without_a_thread_harms_nobody_and_is_started_by_the_next_request(
+    watched, monkeypatch
+):
+    is_asked = threading.Event()
+    without, watch = watched(lambda: None), watched(is_asked.set)
+    with monkeypatch.context() as patch:
+        refuse_threads(patch, "charonia-server")
+        without.start()
+        without.close()
+        watch.start()
+    watch.start()
+    assert is_asked.wait(WAIT_S)

@@ -7,6 +7,7 @@ Owns when probes are sent, and what is known by their answers. Must not know the
     ServerWatch   of the server, in a model with requests
 """
 
+import contextlib
 import threading
 from collections.abc import Callable
 
@@ -100,10 +101,15 @@ class ServerWatch:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start watching; has no effect if already started."""
+        """Start watching; has no effect if already started.
+
+        If a limit of processes is reached, the next call tries again.
+        """
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="charonia-server", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="charonia-server", daemon=True)
+            with contextlib.suppress(RuntimeError):  # no thread can be started now
+                thread.start()
+                self._thread = thread
 
     def note_stopping(self) -> None:
         """Note that another model has found the server shutting down."""
