@@ -127,6 +127,26 @@ def test_what_is_behind_an_entry_of_low_priority_is_not_given_up_with_it():
     check_cache(cache)
 
 
+def test_what_is_loaded_behind_a_free_entry_of_low_priority_goes_before_it():
+    """The request for which it was loaded has left, so nobody holds what is before it."""
+    cache = KVCache(9, Lru(9))
+    use(cache, path(2, 1))
+    use(cache, path(1, 2), 0)
+    loaded = cache.allocate(1)
+    cache.publish(loaded[0], path(1, 3)[-1], cache.find(path(1, 2))[-1])
+    cache.release(loaded)
+    check_cache(cache)
+    taken = cache.allocate(5)
+    assert num_cached(cache, path(1, 3)) == 3, "the other one came before"
+    taken += cache.allocate(1)
+    check_cache(cache)
+    assert num_cached(cache, path(1, 3)) == 2
+    taken += cache.allocate(2)
+    check_cache(cache)
+    cache.release(taken)
+    flood(cache, 20)
+
+
 def test_a_wish_lasts_its_time_from_when_nobody_holds_it():
     cache = KVCache(17, Lru(17))
     blocks = hold(cache, path(1, 2))

@@ -16,7 +16,15 @@ from charonia.control.policies import (
 )
 from charonia.control.scheduling.fitting import MAX_PASSES
 from charonia.control.state.stats import SchedulerStats
-from charonia.protocol import BlockLoad, BlockSave, KeptBlocks, SlotContent, StepPlan, TierInfo
+from charonia.protocol import (
+    BlockLoad,
+    BlockSave,
+    CacheRange,
+    KeptBlocks,
+    SlotContent,
+    StepPlan,
+    TierInfo,
+)
 from support.echo import SLOT_BYTES
 from support.invariants import check_invariants
 from support.stepping import Bench, make_request
@@ -336,6 +344,24 @@ def test_a_request_that_is_cancelled_while_its_blocks_are_loaded_leaves_them_in_
     request = make_prompt("d")
     assert loads_of(run(bench, request)) == []
     assert request.num_cached == 32
+
+
+def test_what_is_loaded_for_who_was_cancelled_continues_what_is_to_be_given_up():
+    """The beginning of the prompt is free, of low priority, and the first to be evicted."""
+    bench = make_bench()
+    fill(bench)
+    low = (CacheRange(priority=0),)
+    run(bench, make_request("c", token_ids=[7] * 6, max_tokens=1, retention=low))
+    bench.add(make_prompt("d"))
+    plan = bench.scheduler.plan(0.0)
+    assert plan is not None
+    assert plan.loads
+    bench.scheduler.finish("d")
+    bench.scheduler.apply(bench.engine.submit(plan).result(None), 0.0)
+    check_invariants(bench.scheduler)
+    for first in (100, 0):
+        run(bench, make_request("z", token_ids=list(range(first, first + 150)), max_tokens=6))
+        check_invariants(bench.scheduler)
 
 
 def test_nothing_is_loaded_where_there_is_no_room_and_nobody_waits_in_vain():

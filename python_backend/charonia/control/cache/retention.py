@@ -126,7 +126,8 @@ class Retention:
     # ------------------------------------------------------------------ as an eviction
 
     def insert(self, entry: int, key: bytes, parent: int) -> None:
-        """See `Eviction`."""
+        """See `Eviction`. The parent may be free, if the entry was loaded and not computed."""
+        self._low.discard(parent)  # it has a descendant now
         self._policy.insert(entry, key, parent)
 
     def hit(self, entry: int) -> None:
