@@ -15,7 +15,7 @@ from charonia.control import (
 from charonia.control.policies import DisplacementByPriority, by_priority, ranked
 from charonia.protocol import StepPlan
 from support import stepping
-from support.echo import EchoDrafter, echo_run
+from support.echo import EchoDrafter, echo_run, echo_token
 from support.invariants import check_invariants
 from support.stepping import make_request
 
@@ -248,7 +248,8 @@ class Useless(EchoDrafter):
     """Whose drafts are always wrong."""
 
     def propose(self, request: Request, max_tokens: int) -> list[int]:
-        return [VOCAB] * max_tokens
+        right = echo_token(request.token_ids, request.sampling.seed, VOCAB)
+        return [(right + 1) % VOCAB] * max_tokens
 
 
 def test_where_drafts_do_not_pay_steps_overlap_and_some_still_look_whether_they_do():

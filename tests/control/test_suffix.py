@@ -318,6 +318,20 @@ def test_nothing_is_kept_of_requests_that_ended_but_their_responses():
     assert not any(generation._cursors for generation in drafter._scopes[SHARED])
 
 
+def test_of_another_engine_no_response_is_known_and_live_requests_go_on():
+    drafter = SuffixDrafter()
+    respond(drafter, list(range(20)))
+    drafter.begin_step()
+    request = make_request([30, 31, 30])
+    respond(drafter, list(range(40, 60)), b"not indexed yet")
+    drafter.forget_ended()
+    drafter.begin_step()
+    assert drafter.propose(request, 1) == [31]
+    request.token_ids += [5, 6]
+    assert drafter.propose(request, 4) == []
+    assert not drafter._scopes
+
+
 def test_a_scope_forgets_its_oldest_responses(monkeypatch):
     monkeypatch.setattr(suffix, "MAX_GENERATION_TOKENS", 43)
     drafter = SuffixDrafter()

@@ -2,10 +2,12 @@
 or with a smaller vocabulary.
 """
 
+from itertools import count, pairwise
+
 import pytest
 from msgspec import structs
 
-from charonia.config import EngineArgs
+from charonia.config import EngineArgs, SpeculativeConfig
 from charonia.core.generation_request import GenerationRequest
 from charonia.core.replica.recovery import UNLOADED_WAIT_S
 from charonia.errors import ConfigError, UnavailableError
@@ -109,6 +111,22 @@ def test_a_guess_is_forgotten_with_its_engine():
     bench.run()
     assert drafted == before
     assert bench.error("a") is None
+
+
+def test_responses_are_forgotten_with_the_engine_that_gave_them():
+    """The next request comes to a token that only one unknown to its engine has followed so far."""
+    suffix = SpeculativeConfig(method="suffix", adaptive=False, num_speculative_tokens=3)
+    bench = Reloading(speculative_config=suffix)
+    bench.add("a", prompt=[3] * 10, max_tokens=40, seed=5)
+    bench.run()
+    followed = {first for first, then in pairwise(bench.tokens("a")) if first < 150 <= then}
+    bench.executor.vocab_size = 150
+    bench.reload(speculative_config=suffix)
+    answers = (echo_run([1], seed=seed, max_tokens=5, vocab_size=150) for seed in count())
+    seed, answer = next(one for one in enumerate(answers) if one[1][0] in followed)
+    bench.add("b", prompt=[1], max_tokens=5, seed=seed)
+    bench.run()
+    assert bench.tokens("b") == answer
 
 
 def test_an_unloaded_engine_is_waited_for_and_nobody_is_blamed():

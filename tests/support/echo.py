@@ -81,6 +81,9 @@ class EchoDrafter:
         assert request.key not in self.forgotten
         self.forgotten.append(request.key)
 
+    def forget_ended(self) -> None:
+        pass
+
 
 def echo_run(
     prompt_ids: list[int],
@@ -404,6 +407,7 @@ class EchoExecutor:
         assert end == num_known or not step.num_drafts, "drafts behind tokens that are not computed"
         drafts = step.draft_ids or self._guess(row, step)
         assert len(drafts) == step.num_drafts
+        assert all(0 <= draft < self.vocab_size for draft in drafts), "a draft is no token"
         for position in range(row.num_computed, end):
             self.slots[self._slot(row, position)] = row.token_ids[position]
         for place, draft in enumerate(drafts):

@@ -30,3 +30,7 @@ class Drafter(Protocol):
     def forget(self, request: Request) -> None:
         """The request has ended, whether `propose` was ever called for it or not."""
         ...
+
+    def forget_ended(self) -> None:
+        """Another engine follows, which may lack tokens of requests that have ended."""
+        ...

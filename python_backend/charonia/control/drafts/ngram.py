@@ -79,6 +79,9 @@ class NgramDrafter:
         """Drop the request's index, if it has one."""
         self._indices.pop(request, None)
 
+    def forget_ended(self) -> None:
+        """See `Drafter`; nothing is kept of them."""
+
     def _catch_up(self, index: _Index, token_ids: list[int]) -> None:
         """Index n-grams that end before the last token; a later end replaces an earlier one."""
         num_new = min(len(token_ids) - 1 - index.num_indexed, max(self._allowance, MIN_CATCH_UP))

@@ -140,6 +140,11 @@ class Speculation:
         if self._drafter is not None:
             self._drafter.forget(request)
 
+    def note_other_engine(self) -> None:
+        """Another engine follows; all tokens of live requests are in its vocabulary."""
+        if self._drafter is not None:
+            self._drafter.forget_ended()
+
     def _given(self, step: Step, limits: Limits) -> list[tuple[int, Draft]]:
         """The drafts of rows whose clients gave a prediction that was right so far."""
         drafts = []

@@ -307,6 +307,11 @@ class SuffixDrafter:
             response = request.token_ids[request.num_prompt : end]
             self._ended.append((request.cache_scope, response))
 
+    def forget_ended(self) -> None:
+        """Drop all responses."""
+        self._scopes.clear()
+        self._ended.clear()
+
     def _repeated(self, request: Request) -> tuple[int, int]:
         """Longest suffix that occurred in the request before; none until its index is complete."""
         own = self._own.get(request)

@@ -241,6 +241,8 @@ class Scheduler:
         if limits is not None:
             for request in self.requests:
                 request.expected_ids.clear()  # this engine may not have such tokens
+            if self._speculation is not None:
+                self._speculation.note_other_engine()
         limits = limits or self.limits
         self._live.lose_all(limits)
         self._epoch = self._open_epoch(max(self._epoch.number, epoch) + 1, limits, tiers)
