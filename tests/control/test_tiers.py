@@ -2,11 +2,12 @@
 
 import pytest
 
-from charonia.control import Tiers
+from charonia.control import Group, Tiers
 from charonia.control.cache import fetching, kv_cache, tiers
 from charonia.control.cache.block_tables import BlockTables
 from charonia.control.policies import (
     DeadlineWatch,
+    DisplacementByDeadline,
     DisplacementByPriority,
     by_arrival,
     by_deadline,
@@ -21,11 +22,12 @@ from charonia.protocol import (
     BlockSave,
     CacheRange,
     KeptBlocks,
+    RowSampling,
     SlotContent,
     StepPlan,
     TierInfo,
 )
-from support.echo import SLOT_BYTES
+from support.echo import SLOT_BYTES, echo_run
 from support.invariants import check_invariants
 from support.stepping import Bench, make_request
 
@@ -509,6 +511,40 @@ def test_samples_wait_for_the_one_that_computes_their_prompt():
     first, second = make_prompt("c.0"), make_prompt("c.1", index=1)
     second.group = first.group
     assert len(loads_of(run(bench, first, second))) == 8
+
+
+def test_nothing_is_loaded_into_a_block_that_a_sample_is_about_to_copy():
+    """Sample f joins beside s. What comes next would displace s, but s was late and is the last."""
+    policy = ranked(by_deadline, DisplacementByDeadline(), DeadlineWatch(demotes=True))
+    bench = make_bench(policy=policy, max_num_seqs=3, max_num_batched_tokens=2)
+    fill(bench)
+    group, sample = Group("s"), {"token_ids": [50] * 6, "max_tokens": 3, "expires_at": 1e5}
+    first = make_request("s", group=group, is_demoted=True, **sample)
+    second = make_request("f", group=group, index=1, **sample, sampling=RowSampling(seed=2))
+    beside = make_request("r", token_ids=[60] * 5, max_tokens=30, expires_at=1e4)
+    outputs: dict[str, list[int]] = {}
+
+    def step() -> StepPlan:
+        plan = bench.scheduler.plan(0.0)
+        assert plan is not None
+        check_invariants(bench.scheduler)
+        for update in bench.scheduler.apply(bench.engine.submit(plan).result(None), 0.0):
+            outputs.setdefault(update.request.key, []).extend(update.token_ids)
+        return plan
+
+    bench.add(beside)
+    while not beside.num_generated:
+        step()
+    bench.add(first, second)
+    while first.num_computed < 5:
+        step()
+    bench.add(make_request("u", token_ids=[70] * 10, expires_at=2e5), make_prompt("w"))
+    plan = step()
+    (copy,) = plan.copies
+    assert copy.source not in {load.block_id for load in plan.loads}
+    while bench.scheduler.requests:
+        step()
+    assert outputs["f"] == echo_run([50] * 6, seed=2, max_tokens=3, vocab_size=256)
 
 
 @pytest.mark.parametrize("tier_sizes", [(1,), (2,), (1, 1)])

@@ -329,9 +329,9 @@ class EchoExecutor:
         for save in plan.saves:
             self._save(save)
         not_saved = [n for n, save in enumerate(plan.saves) if save.tier in self.full_tiers]
+        not_loaded = [load.block_id for load in plan.loads if not self._load(load)]
         for copy in plan.copies:
             self._copy(copy.source, copy.target)
-        not_loaded = [load.block_id for load in plan.loads if not self._load(load)]
         held = {block_id for row in self.rows.values() for block_id in row.block_ids}
         assert held.isdisjoint(plan.discards), "a row's block is discarded"
         for block_id in plan.discards:

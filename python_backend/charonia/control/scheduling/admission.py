@@ -62,13 +62,13 @@ class Admission:
 
         As few requests are preempted as necessary. A preempted request is not admitted again in
         this step: it was the last in order, so it cannot displace others. A request that joined
-        the step stays in it, even if charging its prompt has changed the order of the tenants.
+        the step stays in it, even if charging its prompt has changed the order of the tenants, and
+        so does one of which it copies a block.
         """
         self._fitting.begin(step)
         if not self._waiting:
             return
         num_tokens = num_displaced = 0
-        joined: set[int | None] = set()  # rows
         owed: int | None = None  # see `Fitting.num_owed`
         while num_displaced < MAX_DISPLACED:
             if num_tokens >= step.prompt_budget:  # the next would join, but compute nothing
@@ -82,7 +82,7 @@ class Admission:
             num_running = len(self._running) + 1 - len(found.victims)
             if len(step.joins) >= self._budget.share(num_running):
                 return
-            if any(victim.row in joined for victim in found.victims):
+            if any(map(step.keeps, found.victims)):
                 return
             if any(victim.num_in_flight for victim in found.victims):
                 step.is_short = True
@@ -94,7 +94,6 @@ class Admission:
                 found = found._replace(hits=self._blocks.hits(found.request))
             self._admit(step, found)
             owed += self._blocks.num_owed([found.request])
-            joined.add(found.request.row)
             num_displaced += len(found.victims)
             num_tokens += found.request.num_to_compute
 

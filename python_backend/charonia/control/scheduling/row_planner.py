@@ -82,7 +82,7 @@ class RowPlanner:
         while num_new and num_new > self._kv.num_free:
             victim = order[-1]
             # Blocks of a request in flight become free only when its step is applied.
-            if victim.num_in_flight or any(join.row == victim.row for join in step.joins):
+            if victim.num_in_flight or step.keeps(victim):
                 return not self._limits.overlaps
             self._live.preempt(order.pop())
             self._budget.note_preemption(len(self._running))

@@ -146,6 +146,16 @@ class Step:
         """True if the engine has nothing to do in it."""
         return not (self.rows or self.saves or self.fetches or self.discards)
 
+    def keeps(self, request: Request) -> bool:
+        """Return whether a running request must keep its row and blocks until the next step.
+
+        It joins with this step, or another sample does and copies a block of it. A load into that
+        block would be performed before the copy.
+        """
+        if any(join.row == request.row for join in self.joins):
+            return True
+        return any(copy.source in request.block_ids for copy in self.copies)
+
     def as_plan(self, epoch: int, leaves: list[int]) -> StepPlan:
         """The message to the engine.
 
