@@ -111,8 +111,8 @@ RULES = {
     # It knows servers through the client alone.
     "gateway": rule(
         "config errors events text protocol checkpoint_files version tracing",
-        "fastapi starlette uvicorn pydantic pydantic_core msgspec prometheus_client opentelemetry"
-        " charonia_client",
+        "fastapi starlette uvicorn httptools pydantic pydantic_core msgspec prometheus_client"
+        " opentelemetry charonia_client",
     ),
 }
 # These may import anything, and only each other may import them (and "" the Python API, lazily).

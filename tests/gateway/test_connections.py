@@ -165,3 +165,44 @@ def test_the_end_of_an_answer_that_nobody_takes_is_not_waited_for(version: str) 
             await task
 
     asyncio.run(main())
+
+
+OFFER = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAA\r\n"
+"""As Java's client sends it by default."""
+
+
+def chunked(request: bytes) -> bytes:
+    """The same request without the length of its body."""
+    head, content = request.split(b"\r\n\r\n")
+    head = head[: head.index(b"content-length")] + b"transfer-encoding: chunked"
+    return head + b"\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(content), content)
+
+
+def read_answer(connection: socket.socket) -> bytes:
+    """One answer that is a JSON object."""
+    data = bytearray()
+    while not data.endswith(b"}"):
+        piece = connection.recv(2**16)
+        assert piece, data
+        data += piece
+    return bytes(data)
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+@pytest.mark.parametrize("part_bytes", [1, 2**16])
+def test_an_offer_of_another_protocol_is_ignored(
+    gateway: Gateway, *, is_chunked: bool, part_bytes: int
+) -> None:
+    """Such a request is answered as any other one, and so is the next one on its connection."""
+    request = chunked(completion(max_tokens=3)) if is_chunked else completion(max_tokens=3)
+    request = request.replace(b"host: x\r\n", b"host: x\r\n" + OFFER)
+    with connected(gateway) as connection:
+        for _ in range(2):
+            for start in range(0, len(request), part_bytes):
+                connection.sendall(request[start : start + part_bytes])
+            data = read_answer(connection)
+            assert data.startswith(b"HTTP/1.1 200"), data
+            assert data.count(b"HTTP/1.1 ") == data.count(b'"finish_reason":"length"') == 1
+        connection.sendall(HEAD.replace(b"host: x\r\n", b"host: x\r\n" + OFFER) + HEAD)
+        data = read_to_end(connection)
+    assert data.count(b"HTTP/1.1 200") == 1, "the second one came before the answer to the first"

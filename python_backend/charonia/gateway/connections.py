@@ -8,6 +8,7 @@ import socket
 from asyncio import TimerHandle, Transport
 from typing import cast
 
+import httptools
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -20,6 +21,29 @@ UNSENT_BYTES = 2**14
 """The kernel takes no more while it has so much that it has not sent yet. Without this bound it
 takes megabytes, and a slow reader looks like one that reads nothing."""
 _ABORT = "charonia.abort"
+_OFFER = b"upgrade"
+
+
+class _Parser(httptools.HttpRequestParser):
+    """Httptools' parser.
+
+    Attributes:
+        rest: what came behind a head that offers another protocol. The parser is of no use then.
+    """
+
+    def __init__(self, protocol: "Connection") -> None:
+        super().__init__(protocol)
+        self.rest = b""
+        # As in uvicorn: what follows a connection's last request is no error.
+        self.set_dangerous_leniencies(lenient_data_after_close=True)
+
+    def feed_data(self, data: bytes) -> None:  # type: ignore[override]
+        """See httptools."""
+        try:
+            super().feed_data(data)
+        except httptools.HttpParserUpgrade as offer:
+            self.rest = data[offer.args[0] :]
+            raise
 
 
 class Connection(HttpToolsProtocol):
@@ -28,11 +52,17 @@ class Connection(HttpToolsProtocol):
     A pipelined request is not accepted. The connection ends with the current answer, and the client
     may send the request again on another connection. Uvicorn would stop reading, and would then not
     notice that the client has left.
+
+    An offer to speak another protocol (`upgrade`, RFC 9110, section 7.8) is ignored. Java's client
+    offers HTTP/2 by default. Httptools ends such a request with its head, and uvicorn would drop
+    the body. So a new parser gets the head again, without the offer.
     """
 
     stall_s = 60.0
     _num_head_bytes = 0
     _is_ignoring = False
+    _head_again: bytes | None = None
+    parser: _Parser
     _head_timer: TimerHandle | None = None
     _tail_timer: TimerHandle | None = None
 
@@ -42,6 +72,7 @@ class Connection(HttpToolsProtocol):
         connection: socket.socket = transport.get_extra_info("socket")
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
         super().connection_made(transport)
+        self.parser = _Parser(self)
         self._start_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -56,6 +87,10 @@ class Connection(HttpToolsProtocol):
             self.cycle.keep_alive = False
         else:
             super().data_received(data)
+            if self._head_again is not None:
+                data, self._head_again = self._head_again + self.parser.rest, None
+                self.parser = _Parser(self)
+                super().data_received(data)
             if self._is_idle and self._head_timer is None:
                 # Whatever came began no request, and uvicorn has stopped its own timer.
                 self._start_head_timer()
@@ -97,9 +132,13 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """See httptools."""
-        if not self._is_ignoring:
-            self._stop_head_timer()
-            super().on_headers_complete()
+        if self._is_ignoring:
+            return
+        if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
+            self._head_again = self._head_without_offer()
+            return
+        self._stop_head_timer()
+        super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         """See httptools."""
@@ -108,13 +147,20 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """See httptools."""
-        if not self._is_ignoring:
+        if not self._is_ignoring and self._head_again is None:
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
         """See uvicorn. The client has to take what is still buffered, or the connection ends."""
         super().on_response_complete()
         self._watch_tail(None)
+
+    def _head_without_offer(self) -> bytes:
+        """Write the head of the current request without the header that makes the offer."""
+        version = self.parser.get_http_version().encode()
+        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
+        lines += [b"%s: %s" % (name, value) for name, value in self.headers if name != _OFFER]
+        return b"\r\n".join([*lines, b"", b""])
 
     def _watch_tail(self, num_before: int | None) -> None:
         """Abort the connection if nothing has been taken since there were `num_before` bytes."""
