@@ -114,7 +114,7 @@ _RETRY_AFTER = re.compile(r"; retry after ([0-9]+\.[0-9]+) s\Z")
 # Texts of Triton and gRPC, which have no kind. They are searched in this order, ignoring case.
 # Unknown texts get the default of `from_text`.
 _FOREIGN_TEXTS: tuple[tuple[type[CharoniaClientError], str], ...] = (
-    (ConnectionFailed, r"failed to connect to all addresses"),
+    (ConnectionFailed, r"failed to connect to all addresses|^errors resolving "),
     (Timeout, r"deadline exceeded"),
     (InvalidRequest, r"protocol is restricted|unknown model: '[^']*' is not found"),
     (

@@ -89,6 +89,7 @@ def test_an_unknown_text_is_the_requests_fault_only_where_that_is_the_default() 
     ("code", "text", "kind"),
     [
         ("UNAVAILABLE", "failed to connect to all addresses", ConnectionFailed),
+        ("UNAVAILABLE", "errors resolving x:1: [Domain name not found]", ConnectionFailed),
         ("UNAVAILABLE", "Socket closed", ConnectionLost),
         ("UNAVAILABLE", "GRPC server is shutting down", Unavailable),
         ("UNAVAILABLE", "This protocol is restricted, expecting header 'x'", InvalidRequest),

@@ -342,6 +342,14 @@ def test_a_server_that_dies_is_an_error_in_mid_stream_and_a_retry_away_when_it_i
         mortal.wait_ready()
 
 
+def test_a_name_without_an_address_is_no_lost_connection() -> None:
+    """Nothing was sent, so the request may be retried."""
+    with Client("a..b:8001", retry=RetryPolicy(max_attempts=1)) as client:
+        with pytest.raises(ConnectionFailed, match="resolving") as caught:
+            client.generate("hi")
+        assert caught.value.is_retryable
+
+
 def test_an_unknown_protocol_is_refused() -> None:
     with pytest.raises(ValueError, match="grpc"):
         Client(protocol="smtp")  # type: ignore[arg-type]
