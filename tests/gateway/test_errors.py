@@ -125,6 +125,19 @@ USER = {"role": "user", "content": "x"}
             "messages[0].content[0]",
         ),
         (CHAT, {"messages": [USER], "tools": [{"type": "function"}]}, "tools", "not supported"),
+        (CHAT, {"messages": [USER], "moderation": {}}, "moderation", "not supported"),
+        (
+            CHAT,
+            {"messages": [USER], "prompt_cache_retention": "24h"},
+            "prompt_cache_retention",
+            "accepted is 'in_memory'",
+        ),
+        (
+            CHAT,
+            {"messages": [USER], "stream": True, "stream_options": {"include_obfuscation": True}},
+            "stream_options",
+            "stream_options.include_obfuscation: input should be False",
+        ),
         (CHAT, {"messages": [USER], "tool_choice": "auto"}, "tool_choice", "accepted is 'none'"),
         (CHAT, {"messages": [USER], "chat_template": "{{ x }}"}, "chat_template", "not supported"),
         (CHAT, {"messages": [USER], "top_logprobs": 3}, "top_logprobs", "needs logprobs"),
@@ -171,6 +184,7 @@ def test_a_wrong_field_is_named(
     "more",
     [
         {"response_format": {"type": "text"}, "store": False, "service_tier": "auto"},
+        {"stream": True, "stream_options": {"include_obfuscation": False}},
         {"tools": None, "stop": None, "logprobs": None, "stream": None, "logit_bias": None},
     ],
 )

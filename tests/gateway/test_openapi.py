@@ -12,6 +12,9 @@ import jsonschema
 import pytest
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
+from openai.types import completion_create_params as completion_params
+from openai.types.chat import ChatCompletionStreamOptionsParam
+from openai.types.chat import completion_create_params as chat_params
 from openapi_spec_validator import validate
 
 from charonia.errors import InvalidRequestError
@@ -19,8 +22,9 @@ from charonia.events import Log
 from charonia.gateway import openapi, routes
 from charonia.gateway.app import make_app
 from charonia.gateway.errors import ApiError
-from charonia.gateway.fields import INT32_MAX, read
+from charonia.gateway.fields import INT32_MAX, Fields, read
 from charonia.gateway.observing import Metrics
+from charonia.gateway.openai.requests import ChatRequest, CompletionRequest, StreamOptions
 from charonia.gateway.rest.requests import AllSamplingFields, GenerateRequest
 from charonia.protocol import SamplingParams
 from support.gateway import Gateway
@@ -195,3 +199,18 @@ def test_unserved_fields_are_described_with_what_is_accepted() -> None:
                 read(route.request, json.dumps({**example, name: value}).encode())
             with pytest.raises(ApiError, match=name):
                 read(route.request, json.dumps({**example, name: "?"}).encode())
+
+
+@pytest.mark.parametrize(
+    ("kind", "params"),
+    [
+        (ChatRequest, chat_params.CompletionCreateParamsStreaming),
+        (CompletionRequest, completion_params.CompletionCreateParamsStreaming),
+        (StreamOptions, ChatCompletionStreamOptionsParam),
+    ],
+)
+def test_every_field_of_openais_client_is_served_or_known_not_to_be(
+    kind: type[Fields], params: type
+) -> None:
+    known = kind.model_fields.keys() | kind.unserved.keys()
+    assert params.__annotations__.keys() - known == set()

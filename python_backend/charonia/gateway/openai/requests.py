@@ -59,10 +59,14 @@ _UNSERVED: Mapping[str, tuple[Any, ...]] = {
 
 
 class StreamOptions(Fields):
-    """Options of a stream: whether its last chunk, or every chunk, has the usage."""
+    """Options of a stream: whether its last chunk, or every chunk, has the usage.
+
+    Chunks are never padded to hide their sizes (`include_obfuscation`).
+    """
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_obfuscation: Literal[False] | None = None
 
 
 class TextRequest(SamplingFields):
@@ -262,8 +266,11 @@ class ChatRequest(TextRequest, Conversation):
         "function_call": ("none",),
         "functions": ([],),
         "modalities": (["text"],),
+        "moderation": (),
         "parallel_tool_calls": (True, False),
         "prediction": (),
+        "prompt_cache_options": ({},),
+        "prompt_cache_retention": ("in_memory",),
         "reasoning_effort": ("none",),
         "tool_choice": ("none",),
         "tools": ([],),
