@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 
 from charonia.gateway import upstream
+from charonia.gateway.breaker import FIRST_PAUSE_S, MAX_FAILURES
 from charonia.gateway.upstream import Upstream
 from charonia.launch.server.run import running_server
 from charonia.launch.server.tritonserver import TritonServer
-from charonia_client import AsyncClient, Timeouts, client
+from charonia_client import AsyncClient, Timeout, Timeouts, client
 from support.e2e import ENDLESS, ENDLESS_BLOCKS, ONE_THREAD, one_torch_thread, wait_idle
 from support.gateway import wait_metric
 from support.held_back import held_back
-from support.waiting import WAIT_S
+from support.waiting import WAIT_S, Clock
 
 SETTINGS = (ONE_THREAD, ENDLESS_BLOCKS, "max_num_seqs=2")
 RUNNING = "charonia_requests_running"
@@ -162,6 +163,27 @@ def test_a_server_that_does_not_answer_is_not_waited_for(
         async with held_back(server.grpc_url) as (url, _), asyncio.timeout(WAIT_S):
             found = Upstream([url], "scheduler")
             assert await found.states() == [None]
+            await found.close()
+
+    asyncio.run(main())
+
+
+def test_a_trial_without_an_answer_in_time_does_not_close_the_breaker(server: TritonServer) -> None:
+    clock = Clock()
+
+    async def main() -> None:
+        async with held_back(server.grpc_url) as (url, passes), asyncio.timeout(WAIT_S):
+            found = Upstream([url], "scheduler", clock=clock.monotonic)
+            (only,) = found.servers
+            for _ in range(MAX_FAILURES):
+                only.breaker.fail()
+            clock.now += FIRST_PAUSE_S
+            with pytest.raises(Timeout):
+                await found.complete([5, 6], {"max_tokens": 1}, "r", Timeouts(total_s=0.1))
+            assert only.breaker.is_open
+            passes.set()
+            await found.complete([5, 6], {"max_tokens": 1}, "r", Timeouts())
+            assert not only.breaker.is_open
             await found.close()
 
     asyncio.run(main())

@@ -80,5 +80,8 @@ class Breaker:
         self._is_on_trial = False
 
     def abandon(self) -> None:
-        """Note that a request ended without telling anything of the server: its client left."""
+        """Note that a request ended and told nothing of the server.
+
+        Its client left, or the time was over before the server answered.
+        """
         self._is_on_trial = False

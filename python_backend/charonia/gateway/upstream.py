@@ -39,6 +39,7 @@ from charonia_client import (
     RetryPolicy,
     Sampling,
     ServerError,
+    Timeout,
     Timeouts,
     Unavailable,
 )
@@ -158,7 +159,9 @@ class Server:
 
     def _judge(self, error: CharoniaClientError) -> None:
         is_fault = isinstance(error, ServerError | Unavailable | ConnectionFailed)
-        if is_fault and not isinstance(error, _BUSY) and error.kind != "quarantined":
+        if isinstance(error, Timeout) and error.kind is None:
+            self.breaker.abandon()  # it answered nothing in the gateway's own time limit
+        elif is_fault and not isinstance(error, _BUSY) and error.kind != "quarantined":
             self.breaker.fail()
         else:
             self.breaker.succeed()  # it answered, although it refused
