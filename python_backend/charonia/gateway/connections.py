@@ -13,7 +13,10 @@ from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 HEAD_S = 30.0
-"""Timeout for a request's head, from the connection or the last answer on."""
+"""Timeout for a request's head, from the connection or the first byte on."""
+IDLE_S = 75
+"""Timeout for the next request on a connection. Proxies and load balancers keep theirs for up to a
+minute. A request that they send while the connection is being closed here is lost."""
 MAX_HEAD_BYTES = 2**16
 WRITE_BUFFER_BYTES = 0
 """An answer's next part waits while this process still has more than this of the one before it."""

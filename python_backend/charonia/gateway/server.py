@@ -24,7 +24,7 @@ import uvicorn
 from charonia.errors import CheckpointError, ConfigError
 from charonia.events import Log, error_event, event, warning_event
 from charonia.gateway.app import make_app
-from charonia.gateway.connections import bounded
+from charonia.gateway.connections import IDLE_S, bounded
 from charonia.gateway.keys import Keys
 from charonia.gateway.observing import Metrics
 from charonia.gateway.prompts import Prompts, Template
@@ -96,6 +96,7 @@ async def _serve(
         access_log=False,
         server_header=False,
         proxy_headers=False,
+        timeout_keep_alive=IDLE_S,
         timeout_graceful_shutdown=_CLOSE_S,
     )
     server = _Server(config, watch, settings.drain_timeout_s, log)
