@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from charonia import __version__
+from charonia.launch.commands.arguments import values
 from charonia.launch.commands.cli import main
 from charonia.launch.server.processes import find_by_argument
 from support.behind_proxy import BEHIND_PROXY
@@ -141,6 +142,37 @@ def test_wrong_arguments_exit_with_2(
         main(arguments)
     assert exit_info.value.code == 2
     assert "usage: charonia" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["http://127.0.0.1:8000", "127.0.0.1:abc", "[]:1", "::1", "a b:1"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("health", "--url"),
+        ("health", "--metrics-url"),
+        ("top", "--once", "--url"),
+        ("reload", "--url"),
+        ("drain", "--url"),
+        ("log-level", "--url"),
+        ("gateway", "--tokenizer", "/no/such", "--server"),
+        ("gateway", "--tokenizer", "/no/such", "--server", "127.0.0.1:1", "--fallback-server"),
+    ],
+)
+def test_what_is_no_address_is_refused_with_what_would_be_one(
+    arguments: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main([*arguments, text])
+    assert exit_info.value.code == 2
+    option = arguments[-1]
+    assert f"error: argument {option}: {text!r} is not HOST:PORT\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text", ["127.0.0.1:1", "localhost:1", "localhost", "[::1]:1", "a-b_c.d:1"]
+)
+def test_addresses_are_names_or_numbers_with_or_without_a_port(text: str) -> None:
+    assert values.address(text) == text
 
 
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

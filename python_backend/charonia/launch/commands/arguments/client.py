@@ -7,7 +7,7 @@ That module is imported when the command is called.
 import argparse
 from pathlib import Path
 
-from charonia.launch.commands.arguments.values import port, positive_float
+from charonia.launch.commands.arguments.values import address, port, positive_float
 
 
 def add_generate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -48,12 +48,16 @@ def add_health(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     health.add_argument(
         "--url",
+        type=address,
         default="127.0.0.1:8000",
         metavar="U",
         help="host:port of HTTP (default: %(default)s)",
     )
     health.add_argument(
-        "--metrics-url", metavar="U", help="host:port of the metrics (default: port 8002 of --url)"
+        "--metrics-url",
+        type=address,
+        metavar="U",
+        help="host:port of the metrics (default: port 8002 of --url)",
     )
     health.add_argument("--model-name", default="scheduler", metavar="M")
     health.add_argument("--json", action="store_true", help="print one JSON object")
@@ -73,6 +77,7 @@ def add_top(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     )
     top.add_argument(
         "--url",
+        type=address,
         default="127.0.0.1:8002",
         metavar="U",
         help="host:port of the metrics (default: %(default)s)",

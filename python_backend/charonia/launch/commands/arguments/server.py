@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING
 from charonia.errors import ConfigError
 from charonia.events import LEVELS, Level, Log
 from charonia.gateway.settings import DEFAULT_HOST, DEFAULT_PORT, Fallback, GatewaySettings
-from charonia.launch.commands.arguments.values import count, port, positive, positive_float, seconds
+from charonia.launch.commands.arguments.values import (
+    address,
+    count,
+    port,
+    positive,
+    positive_float,
+    seconds,
+)
 from charonia.launch.commands.log_printer import FORMATS, LogPrinter
 from charonia.log_level import DEFAULT, LevelFile
 
@@ -129,6 +136,7 @@ def add_gateway(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     )
     gateway.add_argument(
         "--server",
+        type=address,
         action="append",
         required=True,
         metavar="HOST:PORT",
@@ -170,6 +178,7 @@ def add_gateway(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     )
     fallback.add_argument(
         "--fallback-server",
+        type=address,
         action="append",
         default=[],
         metavar="HOST:PORT",
@@ -375,7 +384,10 @@ def _add_where(parser: argparse.ArgumentParser) -> None:
     """Add the options that select one of several servers."""
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
-        "--url", metavar="U", help="host:port of HTTP or gRPC, if several servers run"
+        "--url",
+        type=address,
+        metavar="U",
+        help="host:port of HTTP or gRPC, if several servers run",
     )
     where.add_argument(
         "--runtime-dir", type=Path, metavar="DIR", help="the server's directory in /tmp"

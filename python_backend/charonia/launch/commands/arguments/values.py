@@ -1,10 +1,11 @@
-"""Numbers on the command line. Each error says what would be accepted."""
+"""Numbers and addresses on the command line. Each error says what would be accepted."""
 
 import argparse
 import contextlib
 from collections.abc import Callable
 from math import inf
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 from charonia.errors import shown
 
@@ -61,3 +62,14 @@ def port(text: str) -> int:
     """A port; 0 takes a free one."""
     accepted = "a port from 0 to 65535; 0 takes a free one"
     return _number(int, text, accepted, lambda value: 0 <= value < 65536)
+
+
+def address(text: str) -> str:
+    """A server's HOST:PORT, or HOST alone. An IPv6 address is in brackets."""
+    with contextlib.suppress(ValueError):  # a port that is none, or a name that is no host's
+        parts = urlsplit(f"//{text}")
+        _ = parts.port
+        host = (parts.hostname or "").encode("idna")
+        if host and parts.netloc == text and text.isprintable() and not set(text) & set("@ "):
+            return text
+    raise argparse.ArgumentTypeError(f"{shown(text)} is not HOST:PORT")
