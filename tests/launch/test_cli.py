@@ -175,6 +175,15 @@ def test_addresses_are_names_or_numbers_with_or_without_a_port(text: str) -> Non
     assert values.address(text) == text
 
 
+@pytest.mark.parametrize("text", ["nan", "inf", "-1", "soon"])
+def test_nobody_waits_for_a_time_that_never_ends(
+    text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["health", "--url", "127.0.0.1:1", f"--wait={text}"])
+    assert f"{text!r} is not a number of seconds from 0 on" in capsys.readouterr().err
+
+
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_info:
         main(["--version"])

@@ -7,7 +7,7 @@ That module is imported when the command is called.
 import argparse
 from pathlib import Path
 
-from charonia.launch.commands.arguments.values import address, port, positive_float
+from charonia.launch.commands.arguments.values import address, port, positive_float, seconds
 
 
 def add_generate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -62,7 +62,7 @@ def add_health(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     health.add_argument("--model-name", default="scheduler", metavar="M")
     health.add_argument("--json", action="store_true", help="print one JSON object")
     health.add_argument(
-        "--wait", type=float, default=0.0, metavar="SECONDS", help="keep retrying for this long"
+        "--wait", type=seconds, default=0.0, metavar="SECONDS", help="keep retrying for this long"
     )
     health.set_defaults(run=_run_health)
 
