@@ -114,6 +114,25 @@ def test_a_taken_port_is_one_line(
     assert last == f"charonia: HTTP port {port} on 127.0.0.1 cannot be used: Address already in use"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--http-port=1", "--grpc-port=1"), "HTTP and gRPC cannot both have port 1"),
+        (("--metrics-port=8001",), "gRPC and metrics cannot both have port 8001"),
+        (
+            ("--gateway", "--gateway-port=8000"),
+            "HTTP and the gateway cannot both have port 8000",
+        ),
+        (("--http-port=8080", "--gateway"), "HTTP and the gateway cannot both have port 8080"),
+    ],
+)
+def test_a_port_for_two_is_one_line(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", *arguments]) == 1
+    assert capsys.readouterr().err == f"charonia: {message}\n"
+
+
 def test_metrics_of_no_repository_of_another_url_or_at_a_taken_port_are_one_line(
     repository: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,6 +18,7 @@ from charonia.config import SchedulerArgs
 from charonia.events import Level
 from charonia.launch.commands.drain import LEFT_FILE, finish_requests, note_left
 from charonia.launch.commands.log_printer import Format, LogPrinter
+from charonia.launch.server import processes
 from charonia.launch.server.gateway_process import GatewayProcess
 from charonia.launch.server.logs import is_interesting
 from charonia.launch.server.repository import PreparedRepository, RepositoryOptions
@@ -69,6 +70,16 @@ class ServeOptions:
     otlp_traces_endpoint: str | None = None
     trace_rate: int = 1
 
+    @property
+    def ports(self) -> dict[str, int]:
+        """The ports by what they are for; 0 is a free one."""
+        return {
+            "HTTP": self.http_port,
+            "gRPC": self.grpc_port,
+            "metrics": self.metrics_port,
+            "the gateway": self.gateway_port or 0,
+        }
+
 
 def serve(what: RepositoryOptions, options: ServeOptions) -> None:
     """Serve until SIGINT or SIGTERM; everything is stopped and removed then.
@@ -79,6 +90,7 @@ def serve(what: RepositoryOptions, options: ServeOptions) -> None:
     Raises:
         LaunchError, ConfigError, CheckpointError: it cannot be started, or does not stay up.
     """
+    processes.check_distinct(options.ports)
     begin_drain = threading.Event()
     printer = LogPrinter(options.log_format, level=lambda: options.log_level)
     say = printer.say

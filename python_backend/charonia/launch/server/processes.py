@@ -13,7 +13,7 @@ import socket
 import subprocess
 import time
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 import psutil
@@ -135,6 +135,21 @@ def listen(address: str, port: int, what: str) -> socket.socket:
 def check_port(address: str, port: int, what: str) -> None:
     """Check that a server could listen there; raises as `listen`."""
     listen(address, port, what).close()
+
+
+def check_distinct(ports: Mapping[str, int]) -> None:
+    """Check that no two servers are to listen on the same port; 0 is none.
+
+    Args:
+        ports: by what they are for.
+
+    Raises:
+        LaunchError: two are equal.
+    """
+    of: dict[int, str] = {}
+    for what, port in ports.items():
+        if port and of.setdefault(port, what) != what:
+            raise LaunchError(f"{of[port]} and {what} cannot both have port {port}")
 
 
 class ReservedPorts:
