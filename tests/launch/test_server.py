@@ -350,3 +350,22 @@ def test_an_option_of_tritonserver_is_checked_before_the_start(
     check_further_option(
         "--backend-config=python,shm-default-byte-size=1048576", ["backend-config"]
     )
+
+
+@pytest.mark.parametrize(
+    ("option", "reason"),
+    [
+        ("--no-such=1", "/bin/tritonserver: unrecognized option '--no-such=1'"),
+        ("--log-verbose=x", 'Bad option: "--log-verbose".'),
+    ],
+)
+def test_an_option_that_tritonserver_does_not_take_is_the_reason_without_its_list_of_options(
+    make_server: MakeServer, option: str, reason: str
+) -> None:
+    log: list[str] = []
+    server = make_server(further_options=[option], on_log=log.append)
+    server.start()
+    with pytest.raises(LaunchError, match="ended with exit code 1: ") as error:
+        server.wait_ready()
+    assert str(error.value).endswith(reason)
+    assert len(log) < 5

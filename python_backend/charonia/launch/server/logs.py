@@ -1,7 +1,7 @@
 """Reads the log of tritonserver.
 
-Owns the choice of lines that are shown without `--verbose`, their form as JSON, and finding the
-reason of a failed start. Must not know processes.
+Owns the choice of lines that are shown, with and without `--verbose`, their form as JSON, and
+finding the reason of a failed start. Must not know processes.
 """
 
 import datetime
@@ -47,9 +47,26 @@ _NOISE = (
     "which has no loaded version",
     "error: creating server",
 )
+_USAGE = "Usage: tritonserver [options]"
 _EXCEPTION = re.compile(
     r"^(?:Internal: )?(?:TritonModelException: )?(?P<text>.*?)(?:\\n\\nAt:.*)?$"
 )
+
+
+class UsageFilter:
+    """Tells the list of options from the log of one tritonserver.
+
+    It prints that for an option that it does not take: 400 lines, before the reason or behind it.
+    """
+
+    def __init__(self) -> None:
+        self._is_inside = False
+
+    def drops(self, line: str) -> bool:
+        """Return whether the next line belongs to the list."""
+        is_of_list = not line or line[0] in "\t " or line.endswith(":")
+        self._is_inside = line == _USAGE or (self._is_inside and is_of_list)
+        return self._is_inside
 
 
 def is_interesting(line: str) -> bool:

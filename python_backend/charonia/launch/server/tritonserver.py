@@ -26,7 +26,12 @@ from charonia.launch.server import processes
 from charonia.launch.server.discovery import PACKAGE_PARENT, default_repository, find_tritonserver
 from charonia.launch.server.guard import make_guard
 from charonia.launch.server.header_options import header_options
-from charonia.launch.server.logs import crash_reason, failure_reason, is_interesting
+from charonia.launch.server.logs import (
+    UsageFilter,
+    crash_reason,
+    failure_reason,
+    is_interesting,
+)
 from charonia.launch.server.runtime_dir import LOG_LEVEL_FILE, SERVER_FILE, RuntimeDir
 from charonia.launch.server.stacks import stack_limit
 from charonia.local_calls import grpc_client, http_client
@@ -478,8 +483,11 @@ class TritonServer:
 
     def _pump_log(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
+        usage = UsageFilter()
         for raw in process.stdout:
             line = raw.decode("utf-8", errors="replace").rstrip("\n")
+            if usage.drops(line):
+                continue
             self._tail.append(line)
             self._is_open |= OPEN_LINE in line
             self._on_log(line)
