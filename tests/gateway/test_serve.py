@@ -149,7 +149,11 @@ def test_what_cannot_work_is_one_line(
         port = str(taken.getsockname()[1])
         base = ["gateway", "--server", "127.0.0.1:1", "--tokenizer"]
         cases = [
-            ([*base, str(tmp_path)], "the checkpoint has no tokenizer.json"),
+            ([*base, str(tmp_path)], f"{tmp_path}: the checkpoint has no tokenizer.json"),
+            (
+                [*base, str(model), "--fallback-server", "127.0.0.1:2", "--fallback-tokenizer=no"],
+                "no: the checkpoint has no tokenizer.json",
+            ),
             ([*base, str(model), "--port", port], f"127.0.0.1:{port} cannot be listened on"),
             ([*base, str(model), "--host", "192.0.2.1"], "192.0.2.1:8080 cannot be listened on"),
             ([*base, str(model), "--host", "no such"], "no such:8080 is no address"),

@@ -210,7 +210,10 @@ def _spans(settings: GatewaySettings, log: Callable[[str], None]) -> "Spans | No
 def _prompts(
     checkpoint: Path, template: Path | None, num_threads: int, log: Callable[[str], None]
 ) -> Prompts:
-    tokenizer = Tokenizer.from_dir(checkpoint)
+    try:
+        tokenizer = Tokenizer.from_dir(checkpoint)
+    except CheckpointError as error:
+        raise CheckpointError(f"{checkpoint}: {error}") from None
     return Prompts(tokenizer, _template(checkpoint, template, log), num_threads)
 
 
