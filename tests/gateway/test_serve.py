@@ -1,6 +1,7 @@
 """`charonia serve --gateway`, and what `charonia gateway` says of a start that cannot work."""
 
 import json
+import os
 import re
 import signal
 import socket
@@ -14,6 +15,7 @@ import pytest
 from openai import OpenAI
 
 from charonia.launch.commands.cli import main
+from charonia.launch.server.gateway_process import GatewayProcess
 from support.behind_proxy import BEHIND_PROXY
 from support.e2e import wait_for
 from support.long import long
@@ -140,6 +142,21 @@ def test_a_gateway_dies_with_a_launcher_that_is_killed(serving: Serving) -> None
     (process,) = gateways(serving)
     serving.process.kill()
     process.wait(WAIT_S)
+
+
+def test_a_gateway_that_is_ended_while_it_starts_leaves_no_traceback(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import time\nprint('starting', flush=True)\ntime.sleep(60)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    log: list[str] = []
+    with GatewayProcess(
+        "127.0.0.1:1", model, ["m"], address="127.0.0.1", port=0, drain_s=1.0, log=log.append
+    ):
+        wait_for(lambda: log, bool)
+    assert log == ["starting"]
 
 
 def test_what_cannot_work_is_one_line(

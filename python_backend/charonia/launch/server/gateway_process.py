@@ -126,6 +126,7 @@ class GatewayProcess:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self._end(signal.SIGTERM)  # one that does not handle signals yet ends without a traceback
         self._end(signal.SIGINT)
         self._thread.join(STOP_S)
         self._end(signal.SIGKILL)
