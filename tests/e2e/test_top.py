@@ -36,6 +36,9 @@ from support.e2e import (
 from support.serving import CHARONIA
 from support.waiting import WAIT_S
 
+SCREEN_IS_BACK = b"\x1b[?25h\x1b[?1049l"
+"""What gives a terminal its cursor and its former screen again."""
+
 
 def url_of(server: TritonServer) -> str:
     return server.metrics_url.removeprefix("http://").removesuffix("/metrics")
@@ -162,7 +165,8 @@ def test_what_tenants_get_in_time_is_of_the_time_between_two_pages() -> None:
     assert shown(page(90, 10), page(90, 10)).endswith(" -")
 
 
-def test_it_goes_on_until_it_is_ended(server: TritonServer) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_it_goes_on_until_it_is_ended(server: TritonServer, signum: signal.Signals) -> None:
     infer_grpc(server, request_inputs("abc", {"max_tokens": 2}))
     ours, theirs = pty.openpty()
     command = [*CHARONIA, "top", "--interval", "0.1", "--url", url_of(server)]
@@ -179,11 +183,12 @@ def test_it_goes_on_until_it_is_ended(server: TritonServer) -> None:
             seen += part
             if seen.count(b"charonia top") > 2:
                 break
-        process.send_signal(signal.SIGINT)
+        process.send_signal(signum)
         for part in parts_of(screen):
             seen += part
         assert process.wait(WAIT_S) == 130
     assert b"Traceback" not in seen
+    assert seen.endswith(SCREEN_IS_BACK)
     assert seen.count(b"serving") > 2
 
 

@@ -6,6 +6,7 @@ Rates and quantiles are of the last ten seconds, and `--once` waits for one inte
 the last page. What a page does not have is a dash: Triton's own page lacks times between tokens.
 """
 
+import signal
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -62,7 +63,11 @@ def top(url: str, *, interval_s: float, once: bool, console: Console | None = No
             raise LaunchError(
                 "a server cannot be watched here, where no screen can be drawn: --once"
             )
-        _watch(client, page, url, interval_s, console)
+        handler = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+        try:
+            _watch(client, page, url, interval_s, console)
+        finally:
+            signal.signal(signal.SIGTERM, handler)
 
 
 def _watch(client: httpx.Client, page: str, url: str, interval_s: float, console: Console) -> None:
