@@ -75,10 +75,16 @@ class _Settings:
             raise ValueError(f"protocol must be 'grpc' or 'http', but is {protocol!r}")
         address = url or f"127.0.0.1:{_PORTS[protocol]}"
         has_scheme = "://" in address
-        host = urlsplit(address if has_scheme else f"//{address}").hostname or "127.0.0.1"
-        host = f"[{host}]" if ":" in host else host
         if protocol == "http" and not has_scheme:
             address = f"http://{address}"
+        try:
+            parts = urlsplit(address if "://" in address else f"//{address}")
+            host = parts.hostname or "127.0.0.1"
+            if protocol == "http":  # gRPC knows further forms
+                _ = parts.port, httpx.URL(address)
+        except (ValueError, httpx.InvalidURL) as error:
+            raise ValueError(f"url must be host:port, but is {url!r}: {error}") from None
+        host = f"[{host}]" if ":" in host else host
         return cls(
             url=address,
             protocol=protocol,
@@ -140,6 +146,9 @@ class Client:
         credentials: `grpc.ChannelCredentials` for TLS over gRPC.
 
     Methods raise the errors of `charonia_client.errors`.
+
+    Raises:
+        ValueError: the protocol is unknown, or the URL is none.
     """
 
     def __init__(

@@ -108,6 +108,25 @@ def test_a_refused_request_is_one_line(
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("protocol", "url"),
+    [
+        ("grpc", "127.0.0.1:abc"),
+        ("grpc", "[::1"),
+        ("http", "127.0.0.1:abc"),
+        ("http", "127.0.0.1:99999"),
+        ("http", "[]:1"),
+    ],
+)
+def test_an_address_that_is_none_is_one_line(
+    protocol: str, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "hello", "--protocol", protocol, "--url", url]) == 1
+    error = capsys.readouterr().err
+    assert url in error
+    assert error.count("\n") == 1
+
+
 def test_a_reader_that_leaves_early_ends_it_without_a_traceback(server: TritonServer) -> None:
     charonia = (sys.executable, "-m", "charonia.launch.commands.cli")
     # The reader is gone before the first chunk: tokens that wait are merged, so that how many

@@ -6,7 +6,7 @@ Owns how chunks are printed. Must not know how they travel (see charonia_client)
 import dataclasses
 import json
 
-from charonia.errors import LaunchError
+from charonia.errors import ConfigError, LaunchError
 from charonia_client import CharoniaClientError, Client, Sampling
 from charonia_client.values import Protocol
 
@@ -26,11 +26,16 @@ def generate(
         url: `host:port`; None is this machine and the default port of `protocol`.
 
     Raises:
+        ConfigError: `url` is none.
         LaunchError: the server cannot be reached, or refuses the request.
     """
     try:
+        connection = Client(url, protocol=protocol, model=model_name)
+    except ValueError as error:
+        raise ConfigError(f"--{error}") from None
+    try:
         with (
-            Client(url, protocol=protocol, model=model_name) as client,
+            connection as client,
             client.stream(prompt, sampling) as chunks,
         ):
             for chunk in chunks:
