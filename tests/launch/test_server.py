@@ -20,7 +20,12 @@ from tritonclient.utils import InferenceServerException
 import charonia
 from charonia.errors import LaunchError, NotReadyError
 from charonia.launch.server.discovery import Installation
-from charonia.launch.server.runtime_dir import KEY_FILE, sweep_stale_runs
+from charonia.launch.server.runtime_dir import (
+    KEY_FILE,
+    living_runs,
+    owner_of,
+    sweep_stale_runs,
+)
 from charonia.launch.server.tritonserver import (
     END_REQUESTS_S,
     EXIT_TIMEOUT_S,
@@ -323,6 +328,28 @@ def test_a_killed_launcher_takes_its_server_along_and_the_next_one_sweeps(
     assert Path(path) in sweep_stale_runs()
     # What was killed may take its time on a busy machine.
     assert wait_for(lambda: leftovers(Path(path)), lambda found: not found) == []
+
+
+ZOMBIE = """
+import time
+from charonia.launch.server.runtime_dir import RuntimeDir
+print(RuntimeDir().path, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_killed_launcher_that_nobody_has_waited_for_runs_no_more() -> None:
+    command = [sys.executable, "-c", ZOMBIE]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        path = Path(launcher.stdout.readline().strip())
+        before = living_runs()
+        launcher.kill()
+        assert path in before
+        os.waitid(os.P_PID, launcher.pid, os.WEXITED | os.WNOWAIT)
+        assert path not in living_runs()
+        assert owner_of(path) is None
+        assert path in sweep_stale_runs()
 
 
 @pytest.mark.parametrize(

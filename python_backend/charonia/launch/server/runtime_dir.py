@@ -103,7 +103,9 @@ def _shm_prefix(path: Path) -> str:
 
 
 def _lives(pid: int, created: float) -> bool:
+    """Return whether a launcher runs. A zombie does not: its parent may never look after it."""
     try:
-        return bool(psutil.Process(pid).create_time() == created)
+        process = psutil.Process(pid)
+        return process.create_time() == created and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
