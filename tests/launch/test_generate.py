@@ -7,12 +7,16 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from charonia.launch.commands import demo
 from charonia.launch.commands.cli import EXIT_BROKEN_PIPE, main
+from charonia.launch.server.processes import find_by_argument
 from charonia.launch.server.run import running_server
+from charonia.launch.server.runtime_dir import sweep_stale_runs
 from charonia.launch.server.tritonserver import TritonServer
+from support.e2e import wait_for
 
 SETTINGS = ("num_gpu_blocks_override=64",)
 GREEDY = ("hello", "--max-tokens", "8", "--temperature", "0")
@@ -140,6 +144,31 @@ def test_a_reader_that_leaves_early_ends_it_without_a_traceback(server: TritonSe
         process.stdout.close()
         _, error = process.communicate(timeout=120)
     assert (process.returncode, error) == (EXIT_BROKEN_PIPE, b"")
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+from charonia.launch.server.run import running_server
+with running_server(model=Path(sys.argv[1]), settings=("num_gpu_blocks_override=64",)) as server:
+    print(server.runtime_dir, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_no_model_outlives_a_launcher_that_is_killed(checkpoint: Callable[..., Path]) -> None:
+    command = [sys.executable, "-c", KILLED, str(checkpoint())]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        path = Path(launcher.stdout.readline().strip())
+        launcher.kill()
+    of_run = f"{path}/repository/"
+    assert not wait_for(
+        lambda: find_by_argument(psutil.process_iter(), of_run),
+        lambda found: not found,
+        timeout=30,
+    )
+    assert path in sweep_stale_runs()
 
 
 def test_the_demo_streams_its_prompts_and_stops(

@@ -1,23 +1,28 @@
 """The start of every model's process.
 
-Owns the log of the process, and the closing of connections that it inherits from tritonserver. Must
-not know models.
+Owns the log of the process, the closing of connections that it inherits from tritonserver, and its
+end after tritonserver's. Must not know models.
 """
 
 import contextlib
 import faulthandler
 import locale
 import os
+import select
 import signal
 import socket
 import stat
 import sys
+import threading
+import time
 
 from charonia.events import Log, level_of
 from charonia.log_level import LevelFile
 
 STACKS_SIGNAL = signal.SIGUSR1
 """Makes a process write the stack of each thread to the log."""
+OUTLIVES_S = 5.0
+"""For so long a process may outlive tritonserver, which Triton's own code has it notice."""
 
 
 def start(model_name: str) -> Log:
@@ -31,6 +36,7 @@ def start(model_name: str) -> Log:
     # The stub's interpreter decodes files as ASCII otherwise, also inside libraries.
     locale.setlocale(locale.LC_CTYPE, "C.UTF-8")
     close_inherited_connections()
+    end_with(os.getppid())
     faulthandler.register(STACKS_SIGNAL)
 
     def write(line: str) -> None:
@@ -40,6 +46,25 @@ def start(model_name: str) -> Log:
             sys.stderr.flush()
 
     return Log(write, LevelFile.of_environment().read)
+
+
+def end_with(server: int) -> None:
+    """End this process at most `OUTLIVES_S` after a tritonserver that was killed.
+
+    Triton's stub (2.51.0) notices that, and then waits for each thread that sends something. One
+    that waits for tritonserver to read a metric waits for ever.
+    """
+    try:
+        end = os.pidfd_open(server)
+    except OSError:  # it has ended already, or Linux is older than 5.3
+        return
+
+    def follow() -> None:
+        select.select([end], [], [])
+        time.sleep(OUTLIVES_S)
+        os._exit(1)
+
+    threading.Thread(target=follow, name="charonia-end", daemon=True).start()
 
 
 def headed(model_name: str, text: str) -> str:
