@@ -57,8 +57,8 @@ def assert_close(
     actual: Tensor, expected: Tensor, *, quantization: Quantization | None = None
 ) -> None:
     # The reference's int8 weights went through their own dtype, which the kernels' do not. Where
-    # rows are rounded to int8, a last bit may decide between two steps: of 1,500 products of 9,600
-    # numbers 14 had one or two that were off by more than 8e-2, by up to three times as much.
+    # rows are rounded to int8, a last bit may decide between two steps: of 1,500 MLPs, each with
+    # 9,600 numbers, 14 had one or two that were off by more than 8e-2, by up to three times that.
     tolerance = TOLERANCE[expected.dtype] * (2 if quantization == "int8" else 1)
     if quantization == "w8a8":
         tolerance = max(tolerance, 8e-2)

@@ -13,11 +13,13 @@ from charonia.data.ops.base import Ops
 from charonia.data.ops.composed import ComposedOps
 from charonia.data.ops.native.build import (
     KernelsUnavailableError,
+    choices_path,
     load_kernels,
     supported_isas,
 )
 from charonia.data.ops.native.ops import NativeOps
 from charonia.data.ops.native.threads import ThreadLayout
+from charonia.data.ops.native.tuning import Tuner
 from charonia.data.ops.torch_ops import TorchOps
 from charonia.errors import ConfigError
 
@@ -66,7 +68,8 @@ def select_ops(
             if problem:
                 log(f"warning: the CPU kernels for {isas[0]} cannot be used: {problem}")
             log(f"computing with the CPU kernels for {isa}, {threads}")
-            return NativeOps(kernels, threads, args.quantization)
+            tuner = Tuner(kernels, choices_path(isa), log)
+            return NativeOps(kernels, threads, args.quantization, tuner=tuner)
     if args.cpu_kernels != "auto":
         raise ConfigError(f"cpu_kernels = {args.cpu_kernels!r} cannot be used: {problem}")
     log(

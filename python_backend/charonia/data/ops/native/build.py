@@ -164,6 +164,11 @@ def _find_ninja() -> None:
         os.environ["PATH"] = os.pathsep.join((os.environ.get("PATH", os.defpath), scripts))
 
 
+def choices_path(isa: str) -> Path:
+    """The file beside cached kernels that remembers what was measured with them; see `tuning`."""
+    return _library(isa).with_suffix(".choices.json")
+
+
 def _library(isa: str) -> Path:
     """The path of cached kernels; the name contains a digest of everything they depend on."""
     digest = hashlib.sha256()

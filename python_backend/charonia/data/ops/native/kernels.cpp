@@ -4,6 +4,7 @@
 //   tiles.h      the same by AMX
 //   check.h      what is accepted from Python
 //   pool.h       threads
+//   choices.h    how products read weights, as measured
 //   matrix.h     packed weights, in float32, bfloat16, int8 and W8A8; weight_memory.h is where
 //   w8a8.h       rows rounded to int8, for products of whole numbers
 //   widened.h    products in float32, where the processor has no others
@@ -42,6 +43,7 @@
 
 #include "attention.h"
 #include "check.h"
+#include "choices.h"
 #include "guess.h"
 #include "layer.h"
 #include "matrix.h"
@@ -187,6 +189,25 @@ at::Tensor multiply_by(const Matrix& matrix, const at::Tensor& x, bool as_float3
   return y;
 }
 
+// The fields of a Choice.
+using ChoiceFields = std::tuple<int64_t, int64_t, std::optional<int64_t>>;
+
+ChoiceFields fields_of(const Choice& choice) {
+  return {choice.ahead_of_one, choice.ahead_of_several, choice.widened_from};
+}
+
+void set_choice(Matrix& matrix, const ChoiceFields& fields) {
+  const auto choice = std::make_from_tuple<Choice>(fields);
+  choice.require_sound();
+  matrix.choice = choice;
+}
+
+// For matrices of such weights that will be made.
+void choose(at::ScalarType type, Quantization quantization, int64_t inputs,
+            const ChoiceFields& fields) {
+  Choices::get().set(type, quantization, inputs, std::make_from_tuple<Choice>(fields));
+}
+
 // residual += x; return its norm; all [rows, size].
 at::Tensor rms_norm(const MaybeTensor& x, const at::Tensor& residual, const at::Tensor& weight,
                     float eps) {
@@ -262,7 +283,14 @@ PYBIND11_MODULE(charonia_kernels, module) {
   py::class_<Matrix>(module, "Matrix", py::module_local())
       .def(py::init<const at::Tensor&, const MaybeTensor&, bool, Quantization>(), WithoutLock(),
            py::arg("weight"), py::arg("bias"), py::arg("is_paired") = false, as_it_is)
+      .def_property(
+          "choice", [](const Matrix& matrix) { return fields_of(matrix.choice); }, &set_choice)
+      .def_property_readonly(
+          "default_choice", [](const Matrix& matrix) { return fields_of(matrix.default_choice()); })
+      .def_property_readonly("may_widen", &Matrix::may_widen)
       .def("__call__", &multiply_by);
+  module.attr("LEAST_WEIGHTS_TO_CHOOSE") = Choices::kLeastWeights;
+  module.def("choose", &choose);
   py::class_<Norm>(module, "Norm", py::module_local()).def(py::init<at::Tensor, float>());
   py::class_<Mlp, std::shared_ptr<Mlp>>(module, "Mlp", py::module_local())
       .def(py::init<Norm, const at::Tensor&, const MaybeTensor&, const at::Tensor&,

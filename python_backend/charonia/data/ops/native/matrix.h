@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <mutex>
 #include <optional>
 #include <stdexcept>
@@ -13,6 +14,7 @@
 #include <vector>
 
 #include "check.h"
+#include "choices.h"
 #include "pool.h"
 #include "tiles.h"
 #include "vectors.h"
@@ -39,10 +41,6 @@ void with_type(at::ScalarType type, F&& f) {
                                 c10::toString(type));
 }
 
-// The number format of weights: that of the model; int8 with a step for each output, widened for
-// products; or the same multiplied by rows that are rounded to int8, too.
-enum class Quantization { kNone, kInt8, kW8a8 };
-
 // W [outputs, inputs], packed in panels of kColumns outputs that are read front to back:
 //
 //   panels   [panel][inputs / kStep][kVectors] units
@@ -57,7 +55,7 @@ class Matrix {
   Matrix(const at::Tensor& weight, const std::optional<at::Tensor>& bias, bool is_paired,
          Quantization quantization)
       : outputs(checked(weight).size(0)), inputs(weight.size(1)), type(weight.scalar_type()),
-        quantization(quantization), groups_(inputs) {
+        quantization(quantization), choice(chosen()), groups_(inputs) {
     require(inputs % 2 == 0, "a matrix with an odd number of inputs, ", inputs);
     require(!is_paired || outputs % 2 == 0, "gate and up have ", outputs, " outputs together");
     if (bias) require_tensor(*bias, "bias", type, {outputs});
@@ -82,6 +80,20 @@ class Matrix {
   }
 
   int64_t num_weights() const { return outputs * inputs; }
+
+  // Whether a panel's weights may be widened once for many rows.
+  bool may_widen() const {
+    bool result = false;
+    with_format([&](auto format) { result = kIsWidenedOnce<decltype(format)>; });
+    return result;
+  }
+
+  // Where nothing was measured.
+  Choice default_choice() const {
+    Choice result = {kAheadBytes, kAheadBytes, std::nullopt};
+    with_format([&](auto format) { result.widened_from = widened_once_from<decltype(format)>(); });
+    return result;
+  }
 
   // Call out(row, panel, sums) for every row of x [rows, inputs] and panel of outputs, with sums
   // an array of kVectors vectors that lacks scale and bias; see `finish`.
@@ -124,6 +136,7 @@ class Matrix {
   const int64_t outputs, inputs;
   const at::ScalarType type;
   const Quantization quantization;
+  Choice choice;
   int64_t num_panels;
 
  private:
@@ -137,9 +150,31 @@ class Matrix {
   static constexpr int64_t kRowsAtOnce = 192;  // of x, so that they stay in the cache
   static constexpr int64_t kWideRows = 4 * kRowsAtOnce;  // rows of x that are widened at a time
   static constexpr int64_t kWideDepth = 1024;  // inputs whose weights are widened at a time
+  static constexpr int64_t kNeverWidened = std::numeric_limits<int64_t>::max();  // rows
 
   // With AMX: so many bytes of x, half of the second-level cache, but some tiles at least.
   static constexpr int64_t kBytesAtOnce = 1 << 20, kTileRows = 32;
+
+  // Call f with a value of the format of weights.
+  template <class F>
+  void with_format(F&& f) const {
+    with_type(type, [&](auto zero) {
+      using T = decltype(zero);
+      if (quantization == Quantization::kW8a8)
+        f(WholeFormat{});
+      else if (quantization == Quantization::kInt8)
+        f(Int8<T>{});
+      else
+        f(Format<T>{});
+    });
+  }
+
+  // What was chosen for such matrices.
+  Choice chosen() const {
+    if (num_weights() >= Choices::kLeastWeights)
+      if (const auto known = Choices::get().of(type, quantization, inputs)) return *known;
+    return default_choice();
+  }
 
   // Weights stored of each output.
   int64_t depth() const {
@@ -266,13 +301,7 @@ class Matrix {
   // x [rows, inputs] in float32.
   const float* widened_rows(const bf16* x, int64_t rows) const {
     float* const wide = scratch.rows.get<float>(rows * inputs);
-    const auto some = [&](int64_t first, int64_t end) {
-      widen_all(x + first * inputs, (end - first) * inputs, wide + first * inputs);
-    };
-    if (is_worth_sharing(rows))
-      Pool::get().run_ranges(rows, some);
-    else
-      some(0, rows);
+    for_rows(rows, [&](int64_t row) { widen_all(x + row * inputs, inputs, wide + row * inputs); });
     return wide;
   }
 
@@ -321,7 +350,8 @@ class Matrix {
         } else {
           each_part([&](const auto& part) {
             if constexpr (kIsWidenedOnce<F>)
-              if (part.num_rows >= kWidenedOnceFrom<F>) return multiply_widened<F>(part, out);
+              if (part.num_rows >= choice.widened_from.value_or(kNeverWidened))
+                return multiply_widened<F>(part, out);
             multiply_by_vectors<F>(part, out);
           });
         }
@@ -338,6 +368,7 @@ class Matrix {
     const auto* w = part.weights;
     const int64_t depth = this->depth();
     const auto* next = w + kColumns * depth;
+    const int64_t distance = choice.ahead(part.num_rows) / static_cast<int64_t>(sizeof *w);
     int half = 0;
     constexpr int kUnit = kLanes * F::kStored;
     in_tiles<kSumsOf<F> / kVectors>(part.num_rows, [&](int64_t first, auto rows_here) {
@@ -348,7 +379,7 @@ class Matrix {
       const bool is_first = first == 0;
       for (int v = 0; v < kVectors; ++v) {
         units[v] = w + v * kUnit;
-        ahead[v] = is_first ? units[v] + kAheadBytes / sizeof *w : next + half * kUnit;
+        ahead[v] = is_first ? units[v] + distance : next + half * kUnit;
       }
       half += !is_first;
       for (int64_t group = 0; group < num_groups<F>(); ++group) {
@@ -414,7 +445,8 @@ class Matrix {
     const int64_t rest = depth % kDepth, whole = depth - rest, all_steps = whole / kDepth;
     constexpr int64_t kLine = 64 / sizeof *stored;
     const bool is_few = num_tiles == 1;
-    const int64_t distance = is_few ? kAheadBytes / sizeof *stored : panel_size;
+    const int64_t distance =
+        is_few ? choice.ahead(part.num_rows) / static_cast<int64_t>(sizeof *stored) : panel_size;
     for (int64_t tile = 0, first = 0; tile < num_tiles; ++tile) {
       const int64_t height = (part.num_rows - first) / (num_tiles - tile);
       const auto widen_step = [&](int64_t step) {

@@ -30,6 +30,7 @@ from charonia.data.ops.base import (
 from charonia.data.ops.composed import one_by_one
 from charonia.data.ops.kv_format import FORMATS, Quantized
 from charonia.data.ops.native.threads import ThreadLayout
+from charonia.data.ops.native.tuning import Tuner
 from charonia.errors import ConfigError
 from charonia.protocol import KVLayout
 
@@ -47,6 +48,7 @@ class NativeOps(Ops[Any]):
     Args:
         kernels: of `build.load_kernels`.
         quantization: number format of the weights; see `EngineArgs`.
+        tuner: chooses how products read weights; None keeps the defaults.
     """
 
     prefers_int8 = True
@@ -57,8 +59,11 @@ class NativeOps(Ops[Any]):
         kernels: ModuleType,
         threads: ThreadLayout,
         quantization: Quantization | None = None,
+        *,
+        tuner: Tuner | None = None,
     ) -> None:
         self._kernels = kernels
+        self._tuner = tuner
         self._quantization = _quantization_of(kernels, quantization)
         torch.set_num_threads(1)
         kernels.set_threads(threads.num_threads, list(threads.cores[1:]))
@@ -107,6 +112,7 @@ class NativeOps(Ops[Any]):
         )
 
     def attention(self, weights: AttentionWeights) -> Sublayer[Any]:
+        self._tune(weights.qkv, weights.output)
         query_norm, key_norm = weights.head_norms or (None, None)
         attention: Sublayer[Any] = self._kernels.Attention(
             self._norm(weights.norm),
@@ -127,6 +133,7 @@ class NativeOps(Ops[Any]):
                 f"the CPU kernels need an even intermediate_size, and it is {size};"
                 " cpu_kernels = 'torch' takes any"
             )
+        self._tune(weights.gate_up, weights.down)
         mlp: Sublayer[Any] = self._kernels.Mlp(
             self._norm(weights.norm),
             weights.gate_up.weight,
@@ -157,6 +164,7 @@ class NativeOps(Ops[Any]):
         return joined
 
     def head(self, norm: NormWeights, weights: MatrixWeights) -> Head:
+        self._tune(weights)
         head: Head = self._kernels.Head(
             self._norm(norm), weights.weight, weights.bias, self._quantization
         )
@@ -170,6 +178,12 @@ class NativeOps(Ops[Any]):
             return None
         guesser: Guesser = self._kernels.Guesser(embedding, layers, head, *rotation)
         return guesser
+
+    def _tune(self, *matrices: MatrixWeights) -> None:
+        """Choose how products with these will read weights: the kernels pack them next."""
+        if self._tuner is not None:
+            for matrix in matrices:
+                self._tuner.tune(matrix.weight, self._quantization)
 
     def _norm(self, weights: NormWeights) -> Any:
         return self._kernels.Norm(weights.weight, weights.eps)

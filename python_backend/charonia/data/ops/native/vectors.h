@@ -275,6 +275,7 @@ template <>
 struct Int8<float> : Format<float> {
   using Stored = int8_t;
   static Right fetch(const int8_t* w) { return widen(w); }
+  static Floats number(Right w, int) { return w; }
 };
 
 template <>

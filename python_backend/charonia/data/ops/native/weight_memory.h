@@ -15,7 +15,7 @@ namespace charonia {
 
 // Memory for weights: zeros in huge pages, which are faster to read and far faster to come by. It is
 // taken in chunks, as a matrix is smaller than a few huge pages; a chunk is let go with the last
-// tensor in it.
+// tensor in it, and the system has a tensor's memory before that.
 class WeightMemory {
  public:
   static at::Tensor zeros(int64_t count, at::ScalarType type) {
@@ -27,10 +27,21 @@ class WeightMemory {
       current = std::make_shared<Chunk>(std::max(kChunkBytes, bytes));
     void* const at = current->memory + current->used;
     current->used += bytes;
-    return at::from_blob(at, {count}, [chunk = current](void*) {}, at::TensorOptions(type));
+    return at::from_blob(
+        at, {count}, [chunk = current, bytes](void* from) { give_back(from, bytes); },
+        at::TensorOptions(type));
   }
 
  private:
+  // The pages that lie within, and not those that are shared with what lies beside it.
+  static void give_back(void* from, int64_t bytes) {
+    constexpr uintptr_t kPage = 4096;
+    const auto address = reinterpret_cast<uintptr_t>(from);
+    const uintptr_t begin = (address + kPage - 1) / kPage * kPage;
+    const uintptr_t end = (address + bytes) / kPage * kPage;
+    if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_DONTNEED);
+  }
+
   static constexpr int64_t kHugePage = 2 << 20, kChunkBytes = 32 * kHugePage;
 
   struct Chunk {

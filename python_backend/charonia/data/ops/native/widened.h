@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <type_traits>
 
 #include "pool.h"
@@ -21,14 +22,22 @@ inline void widen_all(const bf16* from, int64_t count, float* to) {
   for (; i < count; ++i) to[i] = to_float(from[i]);
 }
 
-// Whether a panel's weights of format F are widened once for many rows, and from how many rows on,
-// by what was measured on Zen 3. Bytes with rows of bfloat16 or whole numbers cost the most to widen;
-// with rows of float32 nothing is gained.
+// Whether a panel's weights of format F may be widened once for many rows.
 template <class F>
-constexpr bool kIsWidenedOnce = std::is_same_v<typename F::Input, float> && F::kStep > 1;
+constexpr bool kIsWidenedOnce =
+    std::is_same_v<typename F::Input, float> && sizeof(typename F::Stored) < sizeof(float);
+
+// From how many rows on they are, unless something else was chosen (choices.h), by what was
+// measured on Zen 3. Bytes with rows of bfloat16 or whole numbers cost the most to widen. With rows
+// of float32 they cost the least: 2 to 9 % are gained at 32 rows. On Zen 5, AVX2 gains 5 to 8 % at
+// 64 rows and nothing at 32, and AVX-512 loses 8 to 12 % at 128.
 template <class F>
-constexpr int64_t kWidenedOnceFrom =
-    sizeof(typename F::Stored) == 1 ? kSums / kVectors + 1 : 64;
+constexpr std::optional<int64_t> widened_once_from() {
+  constexpr bool has_bytes = sizeof(typename F::Stored) == 1;
+  constexpr bool is_cheap = std::is_same_v<F, Int8<float>>;
+  if (!kIsWidenedOnce<F> || (is_cheap && kLanes == 16)) return std::nullopt;
+  return has_bytes && !is_cheap ? kSums / kVectors + 1 : 64;
+}
 
 struct WidenedMemory {
   Scratch panel, sums;
