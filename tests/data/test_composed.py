@@ -18,7 +18,7 @@ from charonia.data.ops.base import (
     Rotation,
 )
 from charonia.data.ops.composed import ComposedOps
-from charonia.data.ops.quantize import quantize_int8
+from charonia.data.ops.quantize import int8_linear, quantize_int8
 from charonia.data.ops.torch_ops import TorchOps
 from support.attention import AttentionCase, attention_cases
 from support.batches import moved
@@ -157,3 +157,17 @@ def test_int8_is_scaled_in_float32_and_rounded_once(
     zeros = torch.zeros_like(inputs, device=device)
     logits = head(inputs.to(device), zeros)
     assert torch.equal(logits.cpu(), (products + bias).to(dtype).float().T)
+
+
+@on_every_device
+@every_dtype
+def test_int8_keeps_to_numbers_that_the_dtype_has(device: str, dtype: torch.dtype) -> None:
+    """Sums of the whole numbers alone, some 500,000 here, are beyond float16."""
+    generator = torch.Generator().manual_seed(0)
+    weight = (0.1 * torch.rand(7, 64, generator=generator) + 0.1).to(dtype)
+    weight[1], weight[2], weight[3] = 0, weight[2] * 1e-4, weight[3] * 100
+    x = 50 + torch.rand(3, 64, generator=generator).to(dtype)
+    whole, steps = quantize_int8(weight)
+    expected = (x.float() @ (whole * steps[:, None]).T).to(dtype)
+    actual = int8_linear(TorchOps().linear, weight.to(device), None)(x.to(device))
+    torch.testing.assert_close(actual.cpu(), expected, rtol=TOLERANCE[dtype], atol=0)

@@ -17,6 +17,8 @@ _MOST_INPUTS = 1024
 _MULTIPLE = 64
 _LEAST = 1e-30
 """Smaller numbers are taken as zeros."""
+_LEAST_EXPONENT = -24
+"""Of the smallest power of two in float16."""
 
 
 def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -72,13 +74,32 @@ def int8_linear(
 ) -> Linear:
     """Prepare products of `linear` with weights kept as int8."""
     whole, scales = quantize_int8(weight)
+    powers = None
+    if weight.dtype == torch.float16:
+        powers, scales = _split_off_powers(scales)
 
     def multiply(x: Tensor) -> Tensor:
+        read = whole.to(x.dtype)
+        if powers is not None:
+            read *= powers
         # In float32: a scale rounded to bfloat16 would be off by up to 0.2 % for all inputs.
-        y = linear(x, whole.to(x.dtype), None) * scales
+        y = linear(x, read, None) * scales
         return (y if bias is None else y + bias).to(x.dtype)
 
     return multiply
+
+
+def _split_off_powers(scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Split scales into powers of two, float16 [outputs, 1], and the rests, float32 [outputs].
+
+    A sum of whole numbers soon exceeds float16's 65,504. Whole numbers times these powers are exact
+    in float16, and their sum is no larger than the final one, because a rest is at least 1. Only
+    that of a scale below the least power is smaller, and such sums are small.
+    """
+    _, exponents = torch.frexp(scales)
+    exponents = (exponents - 1).clamp(min=_LEAST_EXPONENT)
+    powers = torch.ldexp(torch.ones_like(scales), exponents)
+    return powers.half()[:, None], scales / powers
 
 
 def w8a8_linear(weight: Tensor, bias: Tensor | None) -> Linear:
