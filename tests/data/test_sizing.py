@@ -134,6 +134,24 @@ def test_memory_for_no_block_at_all_is_a_clear_error(
         sized(arguments(model, kv_cache_memory_bytes=5), monkeypatch, available=100 * MIB)
 
 
+@pytest.mark.parametrize(
+    "size",
+    [
+        {"num_gpu_blocks_override": 10**13},
+        {"num_gpu_blocks_override": 2**53},  # more bytes than 64 bits count
+        {"kv_cache_memory_bytes": 2**53},
+    ],
+    ids=str,
+)
+def test_a_given_size_that_the_machine_does_not_have_is_a_clear_error(
+    checkpoint: Checkpoint, size: dict[str, int]
+) -> None:
+    args = arguments(checkpoint("LlamaForCausalLM"), **size)
+    reason = r"\d+ blocks of \d+ bytes cannot be allocated on cpu: .*; set a smaller num_gpu_bl"
+    with pytest.raises(ConfigError, match=reason):
+        Runner(args, log=lambda line: None)
+
+
 def test_on_a_gpu_the_cache_takes_what_its_share_leaves_beside_what_is_in_use(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:

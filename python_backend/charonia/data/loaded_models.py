@@ -93,9 +93,21 @@ class Models:
         return cls(target, draft)
 
     def allocate(self, num_blocks: int, device: torch.device) -> KVStores:
-        """Allocate the KV caches."""
-        draft = self.draft.kv_store(num_blocks, device) if self.draft is not None else None
-        return KVStores(self.target.kv_store(num_blocks, device), draft)
+        """Allocate the KV caches.
+
+        Raises:
+            ConfigError: there is not so much memory.
+        """
+        try:
+            draft = self.draft.kv_store(num_blocks, device) if self.draft is not None else None
+            return KVStores(self.target.kv_store(num_blocks, device), draft)
+        except (OSError, OverflowError, torch.OutOfMemoryError) as error:
+            num_bytes = sum(one.layout.bytes_per_block for one in (self.target, self.draft) if one)
+            raise ConfigError(
+                f"a KV cache of {num_blocks} blocks of {num_bytes} bytes cannot be allocated on"
+                f" {device.type}: {str(error).splitlines()[0]}; set a smaller"
+                " num_gpu_blocks_override or kv_cache_memory_bytes"
+            ) from None
 
 
 def _load(
