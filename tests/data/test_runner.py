@@ -305,3 +305,19 @@ def test_a_draft_model_whose_heads_the_kv_format_does_not_take_is_named(
         make_runner(target, speculative_config=speculative, kv_cache_dtype="int4")
     with pytest.raises(ConfigError, match=r"^kv_cache_dtype = 'int4' .* this model's have 48;"):
         make_runner(draft, kv_cache_dtype="int4")
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("hidden_size", {"hidden_size": 63, "head_dim": 16}),
+        ("intermediate_size", {"intermediate_size": 63}),
+    ],
+)
+def test_an_odd_size_that_the_kernels_do_not_take_is_refused_by_its_name(
+    checkpoint: Checkpoint, name: str, values: dict[str, int]
+) -> None:
+    model_dir = checkpoint("Qwen2ForCausalLM", **values)
+    with pytest.raises(ConfigError, match=f"even {name}, and it is 63; cpu_kernels = 'torch'"):
+        make_runner(model_dir)
+    make_runner(model_dir, cpu_kernels="torch")

@@ -112,6 +112,7 @@ class NativeOps(Ops[Any]):
         )
 
     def attention(self, weights: AttentionWeights) -> Sublayer[Any]:
+        _require_even("hidden_size", weights.qkv.weight.shape[1])
         self._tune(weights.qkv, weights.output)
         query_norm, key_norm = weights.head_norms or (None, None)
         attention: Sublayer[Any] = self._kernels.Attention(
@@ -128,11 +129,7 @@ class NativeOps(Ops[Any]):
         return attention
 
     def mlp(self, weights: MlpWeights) -> Sublayer[Any]:
-        if (size := weights.down.weight.shape[1]) % 2:
-            raise ConfigError(
-                f"the CPU kernels need an even intermediate_size, and it is {size};"
-                " cpu_kernels = 'torch' takes any"
-            )
+        _require_even("intermediate_size", weights.down.weight.shape[1])
         self._tune(weights.gate_up, weights.down)
         mlp: Sublayer[Any] = self._kernels.Mlp(
             self._norm(weights.norm),
@@ -191,3 +188,11 @@ class NativeOps(Ops[Any]):
 
 def _quantization_of(kernels: ModuleType, quantization: Quantization | None) -> Any:
     return getattr(kernels.Quantization, quantization or "none")
+
+
+def _require_even(name: str, size: int) -> None:
+    if size % 2:
+        raise ConfigError(
+            f"the CPU kernels need an even {name}, and it is {size};"
+            " cpu_kernels = 'torch' takes any"
+        )
