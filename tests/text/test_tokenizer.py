@@ -75,6 +75,26 @@ def test_tokens_listed_by_id_are_added(tmp_path: Path) -> None:
     assert tokenizer.vocab_size == 7
 
 
+def test_a_special_token_stays_one_although_it_is_listed_as_an_ordinary_one(
+    tmp_path: Path,
+) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    save(tmp_path)
+    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    backend.add_special_tokens(["<tool>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    config = {"added_tokens_decoder": {"4": {"content": "<tool>", "special": False}}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    tokenizer = Tokenizer.from_dir(tmp_path)
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    ids = [2, 4, 3]
+    assert tokenizer.encode("hello<tool>world") == ids
+    assert theirs.encode("hello<tool>world") == ids
+    assert tokenizer.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+    assert tokenizer.special_ids == {4}
+
+
 def test_the_template_goes_around_a_prompt_unless_it_is_not_wanted(tmp_path: Path) -> None:
     directory = save(tmp_path, tokenizer_config={"add_bos_token": False})
     backend = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))

@@ -5,7 +5,8 @@ requests; the detokenizer handles text that arrives token by token.
 
 The tokenizer is tokenizer.json. As in transformers, the other files only make tokens special or add
 some: those in `added_tokens_decoder` (tokenizer_config.json) and named ones, such as `eos_token`
-(also in special_tokens_map.json, if there is no `added_tokens_decoder`). Only the template of
+(also in special_tokens_map.json, if there is no `added_tokens_decoder`). A token that is special in
+tokenizer.json stays so. Only the template of
 tokenizer.json adds tokens around a prompt; `add_bos_token` is ignored, as in transformers. Unlike
 there, a named token that is not in the vocabulary is left out, because no model could have an
 embedding for it.
@@ -212,8 +213,11 @@ def _add_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
     entries = config.get("added_tokens_decoder", {})
     if not isinstance(entries, dict) or not all(map(_TOKEN_ID.fullmatch, entries)):
         raise CheckpointError(f"{CONFIG_FILE}: added_tokens_decoder must map token ids to tokens")
+    special = {one.content for one in backend.get_added_tokens_decoder().values() if one.special}
     for id_, entry in sorted((int(id_), entry) for id_, entry in entries.items()):
         token = _added_token(entry, is_special=False)
+        if token.content in special:  # the library does not forget that
+            token.special = True
         backend.add_tokens([token])
         if backend.token_to_id(token.content) != id_:
             raise CheckpointError(
