@@ -75,6 +75,8 @@ def test_names_may_begin_with_the_models_and_numbers_be_half_as_wide(tmp_path: P
         ({"hidden_act": "relu"}, "hidden_act must be gelu, but is 'relu'"),
         ({"position_embedding_type": "relative_key"}, "position_embedding_type must be absolute"),
         ({"num_hidden_layers": 3}, "has no encoder.layer.2"),
+        ({"num_attention_heads": 5}, "heads must divide its 32 dimensions, but is 5"),
+        ({"num_attention_heads": 0}, "heads must divide its 32 dimensions, but is 0"),
     ],
 )
 def test_another_kind_of_model_is_named(tmp_path: Path, config: dict, says: str) -> None:

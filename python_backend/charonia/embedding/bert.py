@@ -82,6 +82,9 @@ class Encoder:
 
     Attributes:
         num_dims: dimensions of a vector. max_tokens: of a text, including its start and end tokens.
+
+    Raises:
+        CheckpointError: the number of heads does not divide that of dimensions.
     """
 
     def __init__(
@@ -125,6 +128,11 @@ class Encoder:
             for layer in (f"encoder.layer.{number}" for number in range(num_layers))
         ]
         self.num_dims = int(self._words.shape[1])
+        if num_heads < 1 or self.num_dims % num_heads:
+            raise CheckpointError(
+                f"the embedding model's num_attention_heads must divide its {self.num_dims}"
+                f" dimensions, but is {num_heads}"
+            )
         self.max_tokens = min(max_tokens, len(self._places))
 
     @classmethod
