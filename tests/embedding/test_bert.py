@@ -59,6 +59,17 @@ def test_words_that_the_model_does_not_know_are_not_all_the_same(tmp_path: Path)
     assert encoder.encode("nothing known") is None
 
 
+def test_a_word_of_the_tokenizer_alone_is_not_known(tmp_path: Path) -> None:
+    make_bert(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.add_tokens(["zebra"])
+    tokenizer.save(str(path))
+    encoder = Encoder.from_dir(tmp_path)
+    assert encoder.encode("the zebra sat on the mat") is None
+    assert encoder.encode("the cat sat on the mat") is not None
+
+
 def test_names_may_begin_with_the_models_and_numbers_be_half_as_wide(tmp_path: Path) -> None:
     make_bert(tmp_path)
     before = Encoder.from_dir(tmp_path).encode(TEXTS[0])

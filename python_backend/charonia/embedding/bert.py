@@ -174,10 +174,12 @@ class Encoder:
         """Return the vector of a text, of length 1.
 
         None if the text is longer than the model's context, or has a word that the model does not
-        know: all such words are the same to it.
+        know: all such words are the same to it, or it has no vector of them.
         """
         ids = self._tokenizer.encode(text).ids
         if not 0 < len(ids) <= self.max_tokens or self._unknown_id in ids:
+            return None
+        if max(ids) >= len(self._words):
             return None
         x = self._norm(self._words[ids] + self._places[: len(ids)])
         for layer in self._layers:
