@@ -145,6 +145,7 @@ UNBOUNDED: dict[str, Callable[[], Tokenizer]] = {
     "an unknown stage": normalized(normalizers.Sequence([normalizers.StripAccents()])),
     "white space goes": split(pre_tokenizers.Whitespace()),
     "what splits goes": split(pre_tokenizers.Split(" ", "removed")),
+    "white space at the start goes": split(pre_tokenizers.UnicodeScripts()),
     "an added token swallows spaces": changed(
         lambda tokenizer: tokenizer.add_tokens([AddedToken("<mask>", lstrip=True)])
     ),

@@ -29,7 +29,7 @@ _SHRINKS = {
     "NFKD": _UNICODE_SHRINK,
     "Lowercase": _UNICODE_SHRINK,
 }
-_KEEPING = ("ByteLevel", "Metaspace", "Digits", "UnicodeScripts")
+_KEEPING = ("ByteLevel", "Metaspace", "Digits")  # UnicodeScripts drops white space at the start
 _BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
 _MAX_CHARACTER_BYTES = 4
 
