@@ -95,6 +95,30 @@ def test_a_special_token_stays_one_although_it_is_listed_as_an_ordinary_one(
     assert tokenizer.special_ids == {4}
 
 
+@pytest.mark.parametrize("splits", [False, True])
+def test_a_checkpoint_may_have_special_tokens_in_texts_spelled_as_words(
+    tmp_path: Path, splits: bool
+) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    from support.checkpoints import EOS_TOKEN, EOS_TOKEN_ID, make_tokenizer
+
+    backend, begin = make_tokenizer(), EOS_TOKEN_ID
+    backend.post_processor = processors.TemplateProcessing(
+        f"{EOS_TOKEN} $A", None, [(EOS_TOKEN, begin)]
+    )
+    backend.save(str(tmp_path / "tokenizer.json"))
+    config = json.dumps({"split_special_tokens": splits})
+    (tmp_path / "tokenizer_config.json").write_text(config, encoding="utf-8")
+    tokenizer = Tokenizer.from_dir(tmp_path)
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    text = f"the {EOS_TOKEN} sea"
+    ids = tokenizer.encode(text)
+    assert ids == theirs.encode(text)
+    assert ids.count(begin) == (1 if splits else 2)
+    assert tokenizer.decode(ids) == (text if splits else "the  sea")
+
+
 def test_the_template_goes_around_a_prompt_unless_it_is_not_wanted(tmp_path: Path) -> None:
     directory = save(tmp_path, tokenizer_config={"add_bos_token": False})
     backend = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
@@ -125,6 +149,7 @@ def test_the_template_goes_around_a_prompt_unless_it_is_not_wanted(tmp_path: Pat
             "extra_special_tokens must list tokens",
         ),
         ({"tokenizer_config": {"added_tokens_decoder": {"x": "y"}}}, "must map token ids"),
+        ({"tokenizer_config": {"split_special_tokens": 1}}, "must be true or false, but is 1"),
         (
             {"tokenizer_config": {"added_tokens_decoder": {"9": "<more>"}}},
             "token '<more>' has id 9, but 6 in tokenizer.json",

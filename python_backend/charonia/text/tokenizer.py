@@ -6,10 +6,10 @@ requests; the detokenizer handles text that arrives token by token.
 The tokenizer is tokenizer.json. As in transformers, the other files only make tokens special or add
 some: those in `added_tokens_decoder` (tokenizer_config.json) and named ones, such as `eos_token`
 (also in special_tokens_map.json, if there is no `added_tokens_decoder`). A token that is special in
-tokenizer.json stays so. Only the template of
-tokenizer.json adds tokens around a prompt; `add_bos_token` is ignored, as in transformers. Unlike
-there, a named token that is not in the vocabulary is left out, because no model could have an
-embedding for it.
+tokenizer.json stays so. With `split_special_tokens` a text has none of them: they are spelled like
+other words. Only the template of tokenizer.json adds tokens around a prompt; `add_bos_token` is
+ignored, as in transformers. Unlike there, a named token that is not in the vocabulary is left out,
+because no model could have an embedding for it.
 """
 
 import re
@@ -85,6 +85,7 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_buffer(data)
         with _library_errors(CheckpointError, f"{CONFIG_FILE} does not fit {_TOKENIZER_FILE}"):
             _add_tokens(backend, config)
+            backend.encode_special_tokens = _splits_special_tokens(config)
         with _library_errors(CheckpointError, f"{_TOKENIZER_FILE} makes no sense"):
             tokenizer = cls(backend)
             backend.encode("")  # applies the template
@@ -236,6 +237,15 @@ def _add_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
         token = _added_token(entry, is_special=True)
         if token.content not in known and backend.token_to_id(token.content) is not None:
             backend.add_special_tokens([token])
+
+
+def _splits_special_tokens(config: dict[str, Any]) -> bool:
+    value = config.get("split_special_tokens")
+    if value is not None and not isinstance(value, bool):
+        raise CheckpointError(
+            f"{CONFIG_FILE}: split_special_tokens must be true or false, but is {shown(value)}"
+        )
+    return bool(value)
 
 
 def _added_token(entry: object, *, is_special: bool) -> AddedToken:
