@@ -67,7 +67,7 @@ def test_tokens_listed_by_id_are_added(tmp_path: Path) -> None:
         "6": {"content": "<more>", "special": True},
         "4": {"content": "<tool>", "special": False, "lstrip": True},
     }
-    # A token that is listed as an ordinary one stays so, even if it is also named.
+    # A token that is listed as an ordinary one stays so in a list without names.
     config = {"added_tokens_decoder": entries, "additional_special_tokens": ["<tool>"]}
     tokenizer = Tokenizer.from_dir(save(tmp_path, tokenizer_config=config))
     assert tokenizer.special_ids == {6}
@@ -93,6 +93,40 @@ def test_a_special_token_stays_one_although_it_is_listed_as_an_ordinary_one(
     assert theirs.encode("hello<tool>world") == ids
     assert tokenizer.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
     assert tokenizer.special_ids == {4}
+
+
+LISTED = {"content": "<tool>", "special": False}
+
+
+@pytest.mark.parametrize(
+    ("config", "is_special"),
+    [
+        ({"eos_token": "<tool>"}, True),
+        ({"extra_special_tokens": {"image_token": "<tool>"}}, True),
+        ({"eos_token": "<tool>", "added_tokens_decoder": {"4": LISTED}}, True),
+        ({"eos_token": "<tool>", "added_tokens_decoder": {"4": LISTED | {"rstrip": True}}}, True),
+        ({"eos_token": "<tool>", "added_tokens_decoder": {"1": {"content": "</s>"}}}, False),
+        ({"additional_special_tokens": ["<tool>"]}, False),
+        ({"added_tokens_decoder": {"4": LISTED}}, False),
+    ],
+    ids=str,
+)
+def test_an_ordinary_added_token_is_special_where_it_is_so_in_transformers(
+    tmp_path: Path, config: dict[str, Any], is_special: bool
+) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    save(tmp_path, tokenizer_config=config)
+    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    backend.no_padding()  # transformers would take its token for a named one
+    backend.add_tokens(["<tool>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.from_dir(tmp_path)
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    ids = tokenizer.encode("hello <tool> world")
+    assert ids == theirs.encode("hello <tool> world")
+    assert tokenizer.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+    assert tokenizer.special_ids == ({4} if is_special else set())
 
 
 @pytest.mark.parametrize("splits", [False, True])

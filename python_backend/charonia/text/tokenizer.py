@@ -6,10 +6,12 @@ requests; the detokenizer handles text that arrives token by token.
 The tokenizer is tokenizer.json. As in transformers, the other files only make tokens special or add
 some: those in `added_tokens_decoder` (tokenizer_config.json) and named ones, such as `eos_token`
 (also in special_tokens_map.json, if there is no `added_tokens_decoder`). A token that is special in
-tokenizer.json stays so. With `split_special_tokens` a text has none of them: they are spelled like
-other words. Only the template of tokenizer.json adds tokens around a prompt; `add_bos_token` is
-ignored, as in transformers. Unlike there, a named token that is not in the vocabulary is left out,
-because no model could have an embedding for it.
+tokenizer.json stays so. One that is added there as an ordinary token becomes special if it is
+named, and in `added_tokens_decoder` if there is one; not if it is only in a list without names
+(`additional_special_tokens`). With `split_special_tokens` a text has no special tokens: they are
+spelled like other words. Only the template of tokenizer.json adds tokens around a prompt;
+`add_bos_token` is ignored, as in transformers. Unlike there, a named token that is not in the
+vocabulary is left out, because no model could have an embedding for it.
 """
 
 import re
@@ -211,10 +213,31 @@ def _library_errors(kind: type[CharoniaError], what: str) -> Iterator[None]:
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
+    """Add tokens and make some special, as a configuration says."""
+    by_id = _add_tokens_by_id(backend, config)
+    added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    named, others = _special_entries(config)
+    for entry in named:
+        token = _added_token(entry, is_special=True)
+        if token.content in added:
+            if "added_tokens_decoder" in config and token.content not in by_id:
+                continue
+            token = added[token.content]
+            token.special = True
+        _make_special(backend, token)
+    for entry in others:
+        token = _added_token(entry, is_special=True)
+        if token.content not in added:
+            _make_special(backend, token)
+
+
+def _add_tokens_by_id(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> set[str]:
+    """Add the tokens of `added_tokens_decoder`; return their contents."""
     entries = config.get("added_tokens_decoder", {})
     if not isinstance(entries, dict) or not all(map(_TOKEN_ID.fullmatch, entries)):
         raise CheckpointError(f"{CONFIG_FILE}: added_tokens_decoder must map token ids to tokens")
     special = {one.content for one in backend.get_added_tokens_decoder().values() if one.special}
+    contents = set()
     for id_, entry in sorted((int(id_), entry) for id_, entry in entries.items()):
         token = _added_token(entry, is_special=False)
         if token.content in special:  # the library does not forget that
@@ -225,18 +248,30 @@ def _add_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
                 f"{CONFIG_FILE}: token {shown(token.content)} has id {id_}, but "
                 f"{backend.token_to_id(token.content)} in {_TOKENIZER_FILE}"
             )
+        contents.add(token.content)
+    return contents
+
+
+def _special_entries(config: dict[str, Any]) -> tuple[list[object], list[object]]:
+    """The entries of special tokens that have names, and of those that have none."""
     named = [config[name] for name in NAMED_TOKENS if config.get(name) is not None]
+    others: list[object] = []
     for name in _LISTED_TOKENS:
-        listed = config.get(name) or []
-        listed = [*listed.values()] if isinstance(listed, dict) else listed
-        if not isinstance(listed, list):
-            raise CheckpointError(f"{CONFIG_FILE}: {name} must list tokens, but is {shown(listed)}")
-        named += listed
-    known = {token.content for token in backend.get_added_tokens_decoder().values()}
-    for entry in named:
-        token = _added_token(entry, is_special=True)
-        if token.content not in known and backend.token_to_id(token.content) is not None:
-            backend.add_special_tokens([token])
+        entries = config.get(name) or []
+        if isinstance(entries, dict):
+            named += entries.values()
+        elif isinstance(entries, list):
+            others += entries
+        else:
+            raise CheckpointError(
+                f"{CONFIG_FILE}: {name} must list tokens, but is {shown(entries)}"
+            )
+    return named, others
+
+
+def _make_special(backend: tokenizers.Tokenizer, token: AddedToken) -> None:
+    if backend.token_to_id(token.content) is not None:
+        backend.add_special_tokens([token])
 
 
 def _splits_special_tokens(config: dict[str, Any]) -> bool:
