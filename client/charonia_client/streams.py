@@ -9,6 +9,7 @@ that is dropped early is closed at once, and its request is cancelled.
 
 import asyncio
 import contextlib
+import copy
 import random
 import threading
 import time
@@ -102,12 +103,41 @@ class Call:
         return wait
 
 
+class _End:
+    """The end of a stream, which each further read repeats.
+
+    So an answer that failed or was closed cannot be taken for a complete one by who reads on.
+    """
+
+    def __init__(self, request_id: str) -> None:
+        self._request_id = request_id
+        self._is_complete = False
+        self._error: CharoniaClientError | None = None
+
+    def took(self, chunk: Chunk) -> Chunk:
+        """Note a chunk that was read."""
+        self._is_complete = chunk.is_final
+        return chunk
+
+    def failed(self, error: CharoniaClientError) -> None:
+        """Note an error. A copy is kept: the error itself refers to the stream by its traceback."""
+        self._error = copy.copy(error)
+
+    def check(self) -> None:
+        """Raises CharoniaClientError: the stream ended, but not with its last chunk."""
+        if self._is_complete:
+            return
+        error = copy.copy(self._error) or Cancelled("the stream was closed")
+        error.request_id = self._request_id
+        raise error from None
+
+
 class CompletionStream(Iterator[Chunk]):
     """The chunks of one request, as an iterator and a context manager.
 
     The request is sent when the first chunk is requested. Leaving `with`, `close`, or dropping
     the stream before its last chunk cancels the request on the server. One thread iterates; any
-    thread may close, and a thread that waits for a chunk then gets `Cancelled`.
+    thread may close, and the one that iterates then gets `Cancelled` in place of the next chunk.
 
     Attributes:
         request_id: the id for `Client.cancel`.
@@ -117,15 +147,24 @@ class CompletionStream(Iterator[Chunk]):
         self.request_id = settings.request_id
         self._control = _Control()
         self._chunks = _chunks(settings, open_exchange, self._control)
+        self._end = _End(settings.request_id)
 
     def __next__(self) -> Chunk:
         """Wait for the next chunk.
 
         Raises:
             CharoniaClientError: the request failed, was cancelled or timed out, or the server
-                went away. A stream never just ends before its last chunk.
+                went away; or the stream was closed. A stream never just ends before its last
+                chunk, and who reads on after an error gets it again.
         """
-        return next(self._chunks)
+        try:
+            return self._end.took(next(self._chunks))
+        except CharoniaClientError as error:
+            self._end.failed(error)
+            raise
+        except StopIteration:
+            self._end.check()
+            raise
 
     def close(self) -> None:
         """Cancel the request if it is not complete. May be called again."""
@@ -226,10 +265,18 @@ class AsyncCompletionStream(AsyncIterator[Chunk]):
     ) -> None:
         self.request_id = settings.request_id
         self._chunks = _async_chunks(settings, open_exchange)
+        self._end = _End(settings.request_id)
 
     async def __anext__(self) -> Chunk:
         """Wait for the next chunk. Raises as `CompletionStream.__next__` does."""
-        return await anext(self._chunks)
+        try:
+            return self._end.took(await anext(self._chunks))
+        except CharoniaClientError as error:
+            self._end.failed(error)
+            raise
+        except StopAsyncIteration:
+            self._end.check()
+            raise
 
     async def aclose(self) -> None:
         """Cancel the request if it is not complete. May be called again.

@@ -84,7 +84,7 @@ def test_leaving_with_cancels_the_request(run: Run, outcome: Callable[[str], str
     async def body(client: AsyncClient) -> str:
         async with client.stream(endless()) as stream:
             await anext(stream)
-        with pytest.raises(StopAsyncIteration):
+        with pytest.raises(Cancelled, match="the stream was closed"):
             await anext(stream)
         return stream.request_id
 
@@ -130,6 +130,17 @@ def test_errors_have_their_type_and_text(
     async def body(client: AsyncClient) -> None:
         with pytest.raises(kind, match=text):
             await client.generate(prompt)
+
+    run(body)
+
+
+def test_reading_on_after_an_error_raises_it_again(run: Run) -> None:
+    async def body(client: AsyncClient) -> None:
+        stream = client.stream(script(chunks=["a"], error="boom"))
+        await anext(stream)
+        for _ in range(2):
+            with pytest.raises(ServerError, match="boom"):
+                await anext(stream)
 
     run(body)
 

@@ -145,7 +145,8 @@ def test_leaving_with_cancels_the_request(client: Client, outcome: Callable[[str
             if number == 2:
                 break
     assert outcome(stream.request_id) == "cancelled"
-    assert list(stream) == []
+    with pytest.raises(Cancelled, match="the stream was closed"):
+        next(stream)
 
 
 def test_dropping_a_stream_cancels_the_request(
@@ -217,8 +218,24 @@ def test_an_error_before_the_first_chunk_has_its_type_and_text(client: Client) -
 def test_an_error_in_mid_stream_comes_after_the_chunks_before_it(client: Client) -> None:
     stream = client.stream(script(chunks=["a", "b"], error="boom"))
     assert [next(stream).text, next(stream).text] == ["a", "b"]
-    with pytest.raises(ServerError, match="boom"):
-        next(stream)
+    for _ in range(2):  # whoever reads on must not take the answer for a complete one
+        with pytest.raises(ServerError, match="boom") as caught:
+            next(stream)
+        assert caught.value.request_id == stream.request_id
+
+
+def test_closing_from_another_thread_between_chunks_does_not_end_the_stream_silently(
+    client: Client,
+) -> None:
+    with client.stream(script(chunks=["a", "b"])) as stream:
+        texts = [next(stream).text]
+        closing = threading.Thread(target=stream.close)
+        closing.start()
+        closing.join()
+        with pytest.raises(Cancelled, match="the stream was closed") as caught:
+            texts.extend(chunk.text for chunk in stream)
+    assert texts == ["a"]
+    assert caught.value.request_id == stream.request_id
 
 
 @pytest.mark.parametrize("chunks", [[], ["a"]])
