@@ -72,7 +72,7 @@ class Late(Timeout):
 
 
 class Cancelled(CharoniaClientError):
-    """The request was cancelled: by `cancel`, or by closing the stream from another thread."""
+    """The request was cancelled: by `cancel`, or by closing the stream or its client."""
 
 
 class ConnectionFailed(CharoniaClientError):

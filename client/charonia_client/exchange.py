@@ -14,6 +14,9 @@ from typing import Protocol
 
 from charonia_client.values import Chunk
 
+CLIENT_CLOSED = "the client was closed"
+"""Text of the error `Cancelled` of requests that a closed client has, or gets."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:

@@ -33,7 +33,7 @@ from charonia_client.errors import (
     from_grpc_status,
     from_text,
 )
-from charonia_client.exchange import Limits
+from charonia_client.exchange import CLIENT_CLOSED, Limits
 from charonia_client.proxies import is_local
 from charonia_client.values import Chunk, Health
 
@@ -78,15 +78,25 @@ class GrpcTransport:
             self._channel = grpc.secure_channel(url, credentials, options=_options(url))
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         self._metadata = _metadata(headers)
+        self._is_closed = False
 
     def open(self, request: wire.Request, limits: Limits) -> "GrpcExchange":
-        """Send a request."""
+        """Send a request.
+
+        Raises:
+            Cancelled: the transport is closed.
+        """
         message = wire.to_grpc(request)
-        call = self._stub.ModelStreamInfer(
-            iter([message]),
-            timeout=limits.left_s,
-            metadata=self._metadata + _metadata(request.headers),
-        )
+        try:
+            call = self._stub.ModelStreamInfer(
+                iter([message]),
+                timeout=limits.left_s,
+                metadata=self._metadata + _metadata(request.headers),
+            )
+        except ValueError:
+            if not self._is_closed:
+                raise
+            raise Cancelled(CLIENT_CLOSED) from None
         return GrpcExchange(call, limits)
 
     def send(self, request: wire.Request, limits: Limits) -> None:
@@ -121,6 +131,7 @@ class GrpcTransport:
 
     def close(self) -> None:
         """Close the channel; running calls end."""
+        self._is_closed = True
         self._channel.close()
 
 
@@ -203,12 +214,19 @@ class AsyncGrpcTransport:
         self._metadata = _metadata(headers)
 
     async def open(self, request: wire.Request, limits: Limits) -> "AsyncGrpcExchange":
-        """Send a request."""
-        call = self._stub.ModelStreamInfer(
-            iter([wire.to_grpc(request)]),
-            timeout=limits.left_s,
-            metadata=self._metadata + _metadata(request.headers),
-        )
+        """Send a request.
+
+        Raises:
+            Cancelled: the transport is closed.
+        """
+        try:
+            call = self._stub.ModelStreamInfer(
+                iter([wire.to_grpc(request)]),
+                timeout=limits.left_s,
+                metadata=self._metadata + _metadata(request.headers),
+            )
+        except grpc.aio.UsageError:
+            raise Cancelled(CLIENT_CLOSED) from None
         return AsyncGrpcExchange(call, limits)
 
     async def send(self, request: wire.Request, limits: Limits) -> None:
@@ -264,6 +282,11 @@ class AsyncGrpcExchange:
                     response = await self._call.read()
         except TimeoutError:
             raise Timeout(f"no first token within {self._limits.first_token_s:.3g} s") from None
+        except asyncio.CancelledError:
+            if _is_cancelled():
+                raise
+            # gRPC raises it for calls whose channel was closed, too.
+            raise Cancelled(CLIENT_CLOSED) from None
         except grpc.RpcError as error:
             raise _status_error(error, self._limits) from None
         if response is grpc.aio.EOF:
@@ -288,6 +311,12 @@ class AsyncGrpcExchange:
     async def abort(self) -> None:
         """See `exchange.AsyncExchange`."""
         self._call.cancel()
+
+
+def _is_cancelled() -> bool:
+    """Return whether the task that runs is being cancelled."""
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
 
 
 def _options(url: str) -> list[tuple[str, int]]:

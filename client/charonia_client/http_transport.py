@@ -15,7 +15,7 @@ import contextlib
 import json
 import socket
 import threading
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -32,7 +32,7 @@ from charonia_client.errors import (
     from_http_status,
     from_text,
 )
-from charonia_client.exchange import Limits
+from charonia_client.exchange import CLIENT_CLOSED, Limits
 from charonia_client.proxies import mounts_of
 from charonia_client.values import Chunk, Health
 
@@ -54,10 +54,16 @@ class HttpTransport:
         self._client = httpx.Client(
             base_url=url, headers=dict(headers), limits=_LIMITS, mounts=mounts_of(url)
         )
+        self._running: set[HttpExchange] = set()
+        # The collector of garbage may end a dropped stream while its thread is in here.
+        self._lock = threading.RLock()
 
     def open(self, request: wire.Request, limits: Limits) -> "HttpExchange":
         """Prepare a request; the first `receive` sends it."""
-        return HttpExchange(self._client, request, limits)
+        exchange = HttpExchange(self._client, request, limits, self._forget)
+        with self._lock:
+            self._running.add(exchange)
+        return exchange
 
     def send(self, request: wire.Request, limits: Limits) -> None:
         """Send a request whose responses do not matter, and wait until it is done.
@@ -84,16 +90,38 @@ class HttpTransport:
         return _health(models, answers)
 
     def close(self) -> None:
-        """Close all connections."""
+        """Close all connections; running requests end.
+
+        Closing a connection would not wake a thread that reads from it.
+        """
+        with self._lock:
+            running = [*self._running]
+        for exchange in running:
+            exchange.stop(CLIENT_CLOSED)
         self._client.close()
+
+    def _forget(self, exchange: "HttpExchange") -> None:
+        with self._lock:
+            self._running.discard(exchange)
 
 
 class HttpExchange:
-    """One `generate_stream`. See `exchange.Exchange`."""
+    """One `generate_stream`. See `exchange.Exchange`.
 
-    def __init__(self, client: httpx.Client, request: wire.Request, limits: Limits) -> None:
+    Args:
+        on_end: called at its end, once or more often.
+    """
+
+    def __init__(
+        self,
+        client: httpx.Client,
+        request: wire.Request,
+        limits: Limits,
+        on_end: Callable[["HttpExchange"], None],
+    ) -> None:
         self._client = client
         self._limits = limits
+        self._on_end = on_end
         self._request = _build(client, request, limits)
         self._response: httpx.Response | None = None
         self._events: Iterator[Any] = iter(())
@@ -127,6 +155,10 @@ class HttpExchange:
             raise self._end_reason or _connection_error(error) from None
         except SSEError as error:
             raise ServerError(str(error)) from None
+        except RuntimeError:
+            if not self._client.is_closed:
+                raise
+            raise self._end_reason or Cancelled(CLIENT_CLOSED) from None
         if self._end_reason is not None:
             raise self._end_reason
         if event is None:
@@ -147,6 +179,7 @@ class HttpExchange:
 
     def abort(self) -> None:
         """See `exchange.Exchange`."""
+        self._on_end(self)
         if self._timer is not None:
             self._timer.cancel()
         if self._response is not None:
@@ -154,7 +187,11 @@ class HttpExchange:
 
     def interrupt(self) -> None:
         """See `exchange.Exchange`."""
-        self._stop(Cancelled("the stream was closed"))
+        self.stop("the stream was closed")
+
+    def stop(self, why: str) -> None:
+        """Make a `receive` that waits in another thread raise Cancelled with this text."""
+        self._stop(Cancelled(why))
 
     def _start(self) -> None:
         self._response = self._client.send(self._request, stream=True)
@@ -251,6 +288,10 @@ class AsyncHttpExchange:
             raise _connection_error(error) from None
         except SSEError as error:
             raise ServerError(str(error)) from None
+        except RuntimeError:
+            if not self._client.is_closed:
+                raise
+            raise Cancelled(CLIENT_CLOSED) from None
         if event is None:
             return None
         outputs = _outputs(event.data, self._has_begun)

@@ -14,6 +14,7 @@ from charonia.launch.server.tritonserver import TritonServer
 from charonia_client import (
     AsyncClient,
     Cancelled,
+    CharoniaClientError,
     ConnectionFailed,
     InvalidRequest,
     RetryPolicy,
@@ -130,6 +131,45 @@ def test_errors_have_their_type_and_text(
     async def body(client: AsyncClient) -> None:
         with pytest.raises(kind, match=text):
             await client.generate(prompt)
+
+    run(body)
+
+
+def test_closing_the_client_ends_its_streams_with_an_error(run: Run) -> None:
+    async def body(client: AsyncClient) -> None:
+        begun = asyncio.Event()
+
+        async def read() -> None:
+            async for _ in client.stream(script(chunks=["a", "b"], delays_s=[0, LATE_S])):
+                begun.set()
+
+        reading = asyncio.create_task(read())
+        await begun.wait()
+        await asyncio.sleep(0.1)
+        await client.close()
+        with pytest.raises(CharoniaClientError):
+            await asyncio.wait_for(reading, LATE_S / 2)
+
+    run(body)
+
+
+def test_a_stream_of_a_closed_client_says_so(run: Run) -> None:
+    async def body(client: AsyncClient) -> None:
+        stream = client.stream(script(chunks=["a"]))
+        await client.close()
+        with pytest.raises(Cancelled, match="the client was closed"):
+            await anext(stream)
+
+    run(body)
+
+
+def test_cancelling_the_task_is_no_error_of_the_client(run: Run) -> None:
+    async def body(client: AsyncClient) -> None:
+        reading = asyncio.create_task(client.generate(endless()))
+        await asyncio.sleep(0.1)
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
 
     run(body)
 

@@ -180,6 +180,33 @@ def test_closing_from_another_thread_wakes_the_one_that_waits(
     closing.join()
 
 
+def test_closing_the_client_wakes_a_thread_that_waits(
+    client: Client, outcome: Callable[[str], str]
+) -> None:
+    stream = client.stream(script(chunks=["a", "b"], delays_s=[0, LATE_S]))
+    next(stream)
+
+    def close_once_it_waits() -> None:
+        while not stream._control._is_receiving:
+            time.sleep(0.01)
+        client.close()
+
+    closing = threading.Thread(target=close_once_it_waits)
+    closing.start()
+    started = time.monotonic()
+    with pytest.raises(Cancelled, match="closed"):
+        next(stream)
+    assert time.monotonic() - started < LATE_S / 2
+    assert outcome(stream.request_id) == "cancelled"
+    closing.join()
+
+
+def test_a_closed_client_says_so(client: Client) -> None:
+    client.close()
+    with pytest.raises(Cancelled, match="the client was closed"):
+        client.generate(script(chunks=["a"]))
+
+
 def test_a_stream_that_was_never_read_sends_nothing(
     client: Client, outcome: Callable[[str], str]
 ) -> None:
