@@ -31,6 +31,8 @@ from charonia_client.retry import Attempts, RetryPolicy
 from charonia_client.values import Chunk, Timeouts
 
 _TRUNCATED = "the stream ended before its last chunk"
+_LONGEST_S = 1e9
+"""A longer timeout is as none: timers and gRPC take no time that is beyond their clocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ class Call:
         if left is not None and left <= 0:
             error = Timeout(f"no complete answer within {timeouts.total_s:.3g} s")
             raise error from self._last_error
-        return Limits(timeouts.total_s, left, timeouts.first_token_s)
+        return Limits(timeouts.total_s, _limit(left), _limit(timeouts.first_token_s))
 
     def took(self, chunks: Sequence[Chunk] | None) -> Sequence[Chunk]:
         """Note a response.
@@ -101,6 +103,10 @@ class Call:
         if wait is None:
             raise error
         return wait
+
+
+def _limit(seconds: float | None) -> float | None:
+    return None if seconds is None or seconds > _LONGEST_S else seconds
 
 
 class _End:

@@ -202,7 +202,7 @@ def _total(counts: Iterable[int | None]) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:
-    """Timeouts of a request, in seconds; None is no limit.
+    """Timeouts of a request, in seconds; None is no limit, and so are 30 years.
 
     Attributes:
         total_s: from the call to the last chunk, with all attempts and the pauses between them.

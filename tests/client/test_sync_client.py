@@ -207,6 +207,12 @@ def test_a_closed_client_says_so(client: Client) -> None:
         client.generate(script(chunks=["a"]))
 
 
+@pytest.mark.parametrize("seconds", [float("inf"), 1e300, 1e10])
+def test_a_timeout_beyond_all_clocks_is_no_limit(client: Client, seconds: float) -> None:
+    timeouts = Timeouts(total_s=seconds, first_token_s=seconds)
+    assert client.generate(script(chunks=["a", "b"]), timeouts=timeouts).text == "ab"
+
+
 def test_a_stream_that_was_never_read_sends_nothing(
     client: Client, outcome: Callable[[str], str]
 ) -> None:
