@@ -5,6 +5,7 @@ Must not know connections, timeouts or attempts.
 """
 
 import json
+import re
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -37,6 +38,8 @@ _FLAGS: Mapping[Include, tuple[str, ...]] = {
     "logprobs": ("return_logprobs",),
     "cumulative_logprob": ("return_cumulative_logprob",),
 }
+_HEADER_NAME = re.compile("[A-Za-z0-9_.-]+")
+"""What both protocols accept."""
 _FINISH_REASONS: Mapping[str, FinishReason] = {
     "stop": "stop",
     "length": "length",
@@ -75,7 +78,8 @@ def generation_request(
 
     Raises:
         InvalidRequest: the prompt is neither a text nor 32-bit token ids, or the sampling
-            parameters cannot be written as JSON, or `include` has an unknown name.
+            parameters cannot be written as JSON, or `include` has an unknown name, or the id or a
+            header cannot be sent.
     """
     inputs: Inputs = {
         "stream": is_streaming,
@@ -84,7 +88,7 @@ def generation_request(
         "sampling_parameters": _sampling_json(sampling),
     }
     if isinstance(prompt, str):
-        inputs["text_input"] = _text(prompt)
+        inputs["text_input"] = _text("the prompt", prompt)
     else:
         inputs["input_ids"] = _token_ids(prompt)
     wanted = set(include)
@@ -96,7 +100,8 @@ def generation_request(
     inputs |= {flag: True for name in wanted for flag in _FLAGS[name]}
     if "token_ids" in wanted and sampling.get("n") not in (None, 1):
         inputs["return_num_output_tokens"] = True  # tells which token ids belong to which sample
-    return Request(model, request_id or uuid.uuid4().hex, inputs, headers or {})
+    request_id = _text("request_id", request_id or uuid.uuid4().hex)
+    return Request(model, request_id, inputs, _checked(headers or {}))
 
 
 def cancel_request(
@@ -108,7 +113,7 @@ def cancel_request(
         samples: only these of each; None is all of it.
 
     Raises:
-        InvalidRequest: `samples` is empty.
+        InvalidRequest: `samples` is empty, or the id cannot be sent.
     """
     sampling: Sampling = {"tenant": tenant} if tenant else {}
     inputs: Inputs = {"cancel": True, "sampling_parameters": _sampling_json(sampling)}
@@ -116,7 +121,7 @@ def cancel_request(
         inputs["cancel_samples"] = _integers("samples", samples)
         if not inputs["cancel_samples"]:
             raise InvalidRequest("samples must name at least one, or be None for all")
-    return Request(model, request_id, inputs)
+    return Request(model, _text("request_id", request_id), inputs)
 
 
 def probe_request(model: str) -> Request:
@@ -345,12 +350,25 @@ def _plain(value: object) -> object:
     raise TypeError(f"{type(value).__name__} is neither a number, a text, a list nor a mapping")
 
 
-def _text(prompt: str) -> str:
+def _text(name: str, text: str) -> str:
     try:
-        prompt.encode()
+        text.encode()
     except UnicodeEncodeError as error:
-        raise InvalidRequest(f"the prompt is no Unicode text: {error}") from None
-    return prompt
+        raise InvalidRequest(f"{name} is no Unicode text: {error}") from None
+    return text
+
+
+def _checked(headers: Mapping[str, str]) -> Mapping[str, str]:
+    for name, value in headers.items():
+        if not _HEADER_NAME.fullmatch(name):
+            raise InvalidRequest(
+                f"a header's name must have letters, digits, '-', '_' and '.' only, but is {name!r}"
+            )
+        if not (value.isascii() and value.isprintable()):
+            raise InvalidRequest(
+                f"the header {name} must have printable ASCII characters only, but is {value!r}"
+            )
+    return headers
 
 
 def _token_ids(prompt: Sequence[int]) -> list[int]:

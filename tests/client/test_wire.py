@@ -109,6 +109,21 @@ def test_a_prompt_that_is_neither_text_nor_token_ids_is_refused(prompt: Any) -> 
         request(prompt)
 
 
+def test_a_request_id_that_is_no_text_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="request_id is no Unicode text"):
+        request(request_id="\ud800")
+    with pytest.raises(InvalidRequest, match="request_id is no Unicode text"):
+        wire.cancel_request("m", "\ud800", "", None)
+
+
+@pytest.mark.parametrize("value", ["é", "a\r\nb: c", "\ud800"])
+def test_a_header_that_cannot_be_sent_is_refused(value: str) -> None:
+    with pytest.raises(InvalidRequest, match="header x-one must have printable ASCII"):
+        request(headers={"x-one": value})
+    with pytest.raises(InvalidRequest, match="header's name"):
+        request(headers={value: "1"})
+
+
 def test_an_unknown_name_to_include_is_refused_with_what_is_accepted() -> None:
     with pytest.raises(InvalidRequest, match=r"token_ids.*'tokens'"):
         request(include=("tokens",))
