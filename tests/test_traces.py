@@ -116,6 +116,11 @@ def test_what_cannot_be_read_is_named(tmp_path):
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b"x" * 1000)[:20])
     with pytest.raises(ConfigError, match=r"cut\.jsonl\.gz cannot be read"):
         read_requests(tmp_path / "cut.jsonl.gz")
+    damaged = bytearray(gzip.compress(b"x" * 1000))
+    damaged[10] = 0xFF  # behind the header: a kind of block that there is not
+    (tmp_path / "damaged.jsonl.gz").write_bytes(damaged)
+    with pytest.raises(ConfigError, match=r"damaged\.jsonl\.gz cannot be read: .*invalid block"):
+        read_requests(tmp_path / "damaged.jsonl.gz")
 
 
 def test_azures_files_are_read(tmp_path):
@@ -134,6 +139,8 @@ def test_azures_files_are_read(tmp_path):
     ("text", "reason"),
     [
         ("TIMESTAMP,ContextTokens\n", "has no column 'GeneratedTokens'"),
+        ("x" * 2**18, "cannot be read: field larger than field limit"),
+        (f"TIMESTAMP,ContextTokens,GeneratedTokens\n{'x' * 2**18},1,2\n", "cannot be read: field"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,1,2\n", "line 2: .*yesterday"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9,1\n", "line 2: "),
         (

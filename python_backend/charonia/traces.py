@@ -15,6 +15,7 @@ Steps are JSON lines, too, with an array each, see `StepRecord`. Both files may 
 import csv
 import gzip
 import io
+import zlib
 from collections.abc import Iterable, Iterator
 from datetime import datetime
 from pathlib import Path
@@ -193,12 +194,19 @@ def _numbered(path: Path) -> Iterator[tuple[int, bytes]]:
     try:
         with _open(path) as file:
             yield from enumerate(file, start=1)
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"{path.name} cannot be read: {reason}") from None
 
 
 def _azure(path: Path) -> Iterator[TraceRequest]:
+    try:
+        yield from _azure_requests(path)
+    except csv.Error as error:
+        raise ConfigError(f"{path.name} cannot be read: {error}") from None
+
+
+def _azure_requests(path: Path) -> Iterator[TraceRequest]:
     text = "".join(line.decode(errors="replace") for _, line in _numbered(path))
     rows = csv.DictReader(io.StringIO(text))
     if missing := [name for name in _AZURE_COLUMNS if name not in (rows.fieldnames or ())]:
