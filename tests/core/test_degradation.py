@@ -7,6 +7,7 @@ import pytest
 from charonia.config import SchedulerArgs
 from charonia.control import NO_SHEDDING, LoadShedding
 from charonia.core.gate.degradation import CLIMB_EVERY_S, DESCEND_EVERY_S, PROMPT_SHARE, Degradation
+from charonia.core.gate.gate import Gate
 from charonia.core.gate.tenants import Tenants
 from charonia.core.generation_request import GenerationRequest
 from charonia.errors import ConfigError, OverloadedError
@@ -110,6 +111,19 @@ def test_in_the_end_requests_of_low_priority_are_refused(make):
         with pytest.raises(OverloadedError, match=r"low priority; retry after 9\.000 s$"):
             bench.degradation.check(params)
     bench.degradation.check(SamplingParams())
+
+
+def test_a_queue_that_empties_is_no_pressure_however_few_requests_have_started(make):
+    """A stall at the start, e.g. while an engine loads, must not refuse requests for ever."""
+    bench = make()
+    gate = Gate(Tenants(log=print), SchedulerArgs(), clock=lambda: bench.now)
+    entry, _ = gate.enter(request_of())
+    climbed = [bench.observe(gate.wait_s(), after=CLIMB_EVERY_S) for _ in range(8)]
+    assert climbed[-1] == 4
+    gate.note_started(entry)
+    gate.leave(entry)
+    left = [bench.observe(gate.wait_s(), after=DESCEND_EVERY_S) for _ in range(4)]
+    assert left == [3, 2, 1, 0]
 
 
 def test_what_nobody_knows_moves_nobody(make):

@@ -187,9 +187,12 @@ class Gate:
             return entry, None if last is None else self._give_way(last, maximum)
 
     def wait_s(self) -> float | None:
-        """Expected wait of a new request behind all others, in seconds; None while unknown."""
+        """Expected wait of a new request behind all others, in seconds; None while unknown.
+
+        Behind nobody it is known to be none, so that an idle server does not stay degraded.
+        """
         with self._lock:
-            return self._wait.seconds(None, self._clock())
+            return 0.0 if self._wait.is_empty else self._wait.seconds(None, self._clock())
 
     def note_started(self, entry: Entry) -> None:
         """Note that a request has started."""

@@ -46,6 +46,11 @@ class QueueWait:
         self._all_tokens = 0
         self._num_starts = 0
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no request waits."""
+        return not self._num_waiting
+
     def note_arrival(self, num_tokens: int, priority: int, now: float) -> None:
         """A request with this many tokens waits from now on."""
         self._pass_time(now)
