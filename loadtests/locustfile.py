@@ -74,9 +74,8 @@ class GrpcUser(CompletionUser):
 
     def on_start(self) -> None:
         """Open this user's one stream, which serves one request after the other."""
-        self._results: queue.Queue[tuple[object, object]] = queue.Queue()
         self._client = grpc.InferenceServerClient(self.host)
-        self._client.start_stream(lambda result, error: self._results.put((result, error)))
+        self._open_stream()
 
     def on_stop(self) -> None:
         """Close the stream."""
@@ -90,14 +89,25 @@ class GrpcUser(CompletionUser):
             infer_input("stream", "BOOL", [True]),
             infer_input("sampling_parameters", "BYTES", [json.dumps(sampling)]),
         ]
-        self._client.async_stream_infer("scheduler", inputs)
-        while True:
-            result, error = self._results.get(timeout=TIMEOUT_S)
-            if error is not None:
-                raise error
-            yield result.as_numpy("text_output")[0].decode()
-            if result.get_response().parameters["triton_final_response"].bool_param:
-                return
+        try:
+            self._client.async_stream_infer("scheduler", inputs)
+            while True:
+                result, error = self._results.get(timeout=TIMEOUT_S)
+                if error is not None:
+                    raise error
+                yield result.as_numpy("text_output")[0].decode()
+                if result.get_response().parameters["triton_final_response"].bool_param:
+                    return
+        except Exception:
+            # The stream may be lost, or still bring the rest of this answer.
+            self._client.stop_stream(cancel_requests=True)
+            self._open_stream()
+            raise
+
+    def _open_stream(self) -> None:
+        results: queue.Queue[tuple[object, object]] = queue.Queue()
+        self._results = results
+        self._client.start_stream(lambda result, error: results.put((result, error)))
 
 
 class HttpUser(CompletionUser):
