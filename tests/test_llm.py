@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from charonia import LLM, SamplingParams
@@ -113,6 +114,28 @@ def test_a_lost_engine_that_could_not_be_replaced_is_replaced_by_a_later_call(
         [again] = llm.generate([[7, 8, 9]], GREEDY, use_tqdm=False)
         assert again.outputs == expected.outputs
         assert list(llm.stream([7, 8, 9], GREEDY))[-1].finish_reason == "length"
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.uint16, np.int64])
+def test_token_ids_may_be_numpys_and_become_pythons(llm: LLM, dtype: type) -> None:
+    array = np.array([7, 8, 9], dtype=dtype)
+    expected = llm.generate([7, 8, 9], GREEDY, use_tqdm=False)[0].outputs
+    for prompts in (array, list(array), [array], array[None]):
+        (output,) = llm.generate(prompts, GREEDY, use_tqdm=False)
+        assert output.outputs == expected
+        assert [*map(type, output.prompt_token_ids)] == [int] * 3
+
+
+@pytest.mark.parametrize("prompt", [[1.5], ["a"], None, b"ab", {"prompt": "a"}, [[7]]])
+def test_a_prompt_that_is_neither_text_nor_token_ids_is_refused(llm: LLM, prompt: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="a prompt must be a text or a list of token ids"):
+        llm.generate(["ab", prompt], GREEDY, use_tqdm=False)
+
+
+@pytest.mark.parametrize("prompt", [b"ab", {"prompt": "a"}])
+def test_neither_bytes_nor_a_mapping_is_a_list_of_prompts(llm: LLM, prompt: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="a prompt must be a text or a list of token ids"):
+        llm.generate(prompt, GREEDY, use_tqdm=False)
 
 
 def test_arguments_that_contradict_each_other_are_refused_at_once(model: str) -> None:

@@ -4,9 +4,11 @@ Owns the interface that users of offline inference know. No other module imports
 """
 
 import itertools
+import numbers
+import operator
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,7 +31,7 @@ from charonia.core.output.outputs import (
 )
 from charonia.core.request_events import RequestEvents
 from charonia.core.request_registry import LiveRequest
-from charonia.errors import CharoniaError, ConfigError, InvalidRequestError
+from charonia.errors import CharoniaError, ConfigError, InvalidRequestError, shown
 from charonia.metrics.metrics import Metrics
 from charonia.parallel.engine import load_engine
 from charonia.protocol import FinishReason, SamplingParams, TokenLogprobs
@@ -218,7 +220,7 @@ class LLM:
     # ------------------------------------------------------------------ parts
 
     def _request(self, prompt: Prompt, params: SamplingParams) -> GenerationRequest:
-        ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
         return GenerationRequest(
             key=str(next(self._keys)),
             prompt_ids=ids,
@@ -298,9 +300,23 @@ class LLM:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+    if isinstance(prompts, str | bytes | Mapping):
+        return [prompts]
+    if len(prompts) and isinstance(prompts[0], numbers.Integral):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
+
+
+def _token_ids(prompt: Sequence[int]) -> list[int]:
+    """The ids as Python's integers; numpy's and torch's are taken, too."""
+    try:
+        if isinstance(prompt, bytes | Mapping):
+            raise TypeError
+        return list(map(operator.index, prompt))
+    except TypeError:
+        raise InvalidRequestError(
+            f"a prompt must be a text or a list of token ids, but is {shown(prompt)}"
+        ) from None
 
 
 def _as_params(
