@@ -65,3 +65,4 @@ def test_a_value_that_has_no_text_is_shown_by_its_type() -> None:
     for _ in range(10_000):
         nested = [nested]
     assert shown(nested) == "a list that is nested too deeply to show"
+    assert shown(10**5000) == "a value of type int that is too long to show"

@@ -136,13 +136,16 @@ def test_allowed_tokens_are_all_or_at_least_one() -> None:
 
 
 WRONG_TYPES: dict[Any, tuple[list[Any], str]] = {
-    int: ([1.5, "4", True, None, [1], 2.0], "an integer"),
+    int: ([1.5, "4", True, None, [1], 2.0, [10**5000]], "an integer"),
     int | None: ([1.5, "4", True, [1]], "an integer or None"),
     float: (["0.5", True, None, [0.5], 10**400], "a number"),
     float | None: (["0.5", True, [0.5]], "a number or None"),
     bool: ([1, "true", None, []], "True or False"),
-    str: ([5, None, b"a", ["a"]], "a string"),
-    tuple[str, ...]: ([5, None, [1], {"a": 1}, [None]], "a string or a list of strings"),
+    str: ([5, None, b"a", ["a"], "\ud800"], "a string of valid Unicode"),
+    tuple[str, ...]: (
+        [5, None, [1], {"a": 1}, [None], "\ud800", ["a", "\udc80"]],
+        "a string or a list of strings of valid Unicode",
+    ),
     tuple[int, ...]: ([5, None, "12", [1.5], [True], ["1"]], "a list of integers"),
     tuple[int, ...] | None: ([5, "12", [1.5], [True], ["1"]], "a list of integers or None"),
     dict[int, float]: (

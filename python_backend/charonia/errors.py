@@ -322,4 +322,6 @@ def shown(value: object) -> str:
         text = repr(value)
     except RecursionError:
         return f"a {type(value).__name__} that is nested too deeply to show"
+    except ValueError:  # an integer of thousands of digits
+        return f"a value of type {type(value).__name__} that is too long to show"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"

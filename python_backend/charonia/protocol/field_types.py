@@ -67,7 +67,15 @@ def _items(value: Any) -> Collection[Any]:
     return value
 
 
-_boolean, _string, _mapping = _instance(bool), _instance(str), _instance(Mapping)
+_boolean, _mapping = _instance(bool), _instance(Mapping)
+
+
+def _string(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError
+    if not value.isascii():
+        value.encode()  # raises a ValueError for an unpaired surrogate
+    return value
 
 
 def _strings(value: Any) -> tuple[str, ...]:
@@ -87,8 +95,8 @@ KINDS: dict[Any, Kind] = {
     int: Kind("an integer", _integer),
     float: Kind("a number", _number),
     bool: Kind("True or False", _boolean),
-    str: Kind("a string", _string),
-    tuple[str, ...]: Kind("a string or a list of strings", _strings),
+    str: Kind("a string of valid Unicode", _string),
+    tuple[str, ...]: Kind("a string or a list of strings of valid Unicode", _strings),
     tuple[int, ...]: Kind("a list of integers", _integers),
     dict[int, float]: Kind("a dict of token ids and numbers", _biases),
 }
