@@ -153,7 +153,7 @@ class HttpExchange:
             raise self._end_reason or _timeout(error, self._limits) from None
         except httpx.TransportError as error:
             raise self._end_reason or _connection_error(error) from None
-        except SSEError as error:
+        except (SSEError, httpx.DecodingError) as error:
             raise ServerError(str(error)) from None
         except RuntimeError:
             if not self._client.is_closed:
@@ -172,7 +172,7 @@ class HttpExchange:
         watchdog = threading.Timer(_FINISH_S, self.interrupt)
         watchdog.daemon = True
         watchdog.start()
-        with contextlib.suppress(httpx.TransportError, SSEError):
+        with contextlib.suppress(httpx.TransportError, httpx.DecodingError, SSEError):
             next(self._events, None)
         watchdog.cancel()
         self.abort()
@@ -286,7 +286,7 @@ class AsyncHttpExchange:
             raise _timeout(error, self._limits) from None
         except httpx.TransportError as error:
             raise _connection_error(error) from None
-        except SSEError as error:
+        except (SSEError, httpx.DecodingError) as error:
             raise ServerError(str(error)) from None
         except RuntimeError:
             if not self._client.is_closed:
@@ -301,7 +301,9 @@ class AsyncHttpExchange:
     async def finish(self) -> None:
         """See `exchange.AsyncExchange`."""
         if self._events is not None:
-            with contextlib.suppress(httpx.TransportError, SSEError, TimeoutError):
+            with contextlib.suppress(
+                httpx.TransportError, httpx.DecodingError, SSEError, TimeoutError
+            ):
                 async with asyncio.timeout(_FINISH_S):
                     await anext(self._events, None)
         await self.abort()

@@ -6,6 +6,7 @@ Must not know connections, timeouts or attempts.
 
 import json
 import re
+import struct
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -192,15 +193,22 @@ def to_http(request: Request, timeout_s: float | None) -> dict[str, Any]:
 
 
 def from_grpc(response: service_pb2.ModelInferResponse) -> Outputs:
-    """Return the outputs of a response as plain values."""
+    """Return the outputs of a response as plain values.
+
+    Raises:
+        ServerError: the bytes of a tensor do not fit its type and shape.
+    """
     result = InferResult(response)
-    return {
-        output.name: [
-            value.decode("utf-8", errors="replace") if isinstance(value, bytes) else value
-            for value in result.as_numpy(output.name).reshape(-1).tolist()
-        ]
-        for output in response.outputs
-    }
+    try:
+        return {
+            output.name: [
+                value.decode("utf-8", errors="replace") if isinstance(value, bytes) else value
+                for value in result.as_numpy(output.name).reshape(-1).tolist()
+            ]
+            for output in response.outputs
+        }
+    except (ValueError, struct.error) as error:
+        raise ServerError(f"a response cannot be understood: {error!r}") from error
 
 
 def from_http(event: Mapping[str, Any]) -> Outputs:

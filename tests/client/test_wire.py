@@ -9,6 +9,7 @@ from typing import Any, get_args
 import msgspec
 import numpy as np
 import pytest
+from tritonclient.grpc import service_pb2
 from tritonclient.utils import deserialize_bytes_tensor
 
 from charonia.protocol import SamplingParams
@@ -182,6 +183,19 @@ def test_a_response_that_cannot_be_understood_is_the_servers_fault(
 ) -> None:
     with pytest.raises(ServerError):
         chunk_of(outputs)
+
+
+@pytest.mark.parametrize(
+    ("datatype", "raw"),
+    [("BYTES", b"\5\0\0\0a"), ("BYTES", b"a"), ("INT32", b"\0\0\0"), ("INT32", b"\0" * 8)],
+)
+def test_a_tensor_whose_bytes_do_not_fit_its_shape_is_the_servers_fault(
+    datatype: str, raw: bytes
+) -> None:
+    response = service_pb2.ModelInferResponse(raw_output_contents=[raw])
+    response.outputs.add(name="text_output", datatype=datatype, shape=[1])
+    with pytest.raises(ServerError, match="cannot be understood"):
+        wire.from_grpc(response)
 
 
 def test_joining_adds_up_what_is_per_chunk_and_takes_the_rest_from_the_last() -> None:
