@@ -1,5 +1,6 @@
 """What TensorRT-LLM's models refuse, and in whose words."""
 
+import tracemalloc
 from dataclasses import replace
 from typing import Any
 
@@ -112,6 +113,12 @@ def replace_tensors(raw: RawRequest, tensors: dict[str, Any]) -> RawRequest:
         ("ensemble", TEXT | {"stop_words": [b"\xff"]}, "stop_words is not valid UTF-8"),
         ("ensemble", {"text_input": "a" * (2**24 + 1), "max_tokens": 1}, "at most 16777216 bytes"),
         ("ensemble", TEXT | {"bad_words": ["a" * (2**18 + 1)]}, "at most 262144 bytes"),
+        ("ensemble", TEXT | {"stop_words": [""] * (2**18 + 1)}, "at most 262144 texts"),
+        (
+            "tensorrt_llm",
+            TOKENS | {"stop_words_list": [[5] * (2**15 + 1), [*range(1, 2**15 + 2)]]},
+            "stop_words_list must have at most 262144 bytes, but has 262152",
+        ),
         (
             "ensemble",
             TEXT | {"stop_words": ["a"] * 65},
@@ -157,6 +164,20 @@ def test_tensors_without_a_common_batch_are_refused(tensors: dict[str, Any], tex
     given = {"input_ids": np.array([[1]], dtype=np.int32)} | tensors if tensors else {}
     with pytest.raises(InvalidRequestError, match=text):
         facade().split(RawRequest(given, {}))
+
+
+def test_a_large_input_that_is_refused_is_not_copied() -> None:
+    table = np.zeros((1, 2**10, 2**10), dtype=np.float16)
+    raw = raw_request("tensorrt_llm", [TOKENS])
+    raw = replace(raw, tensors={**raw.tensors, "prompt_embedding_table": table})
+    tracemalloc.start()
+    try:
+        with pytest.raises(NotSupportedError, match=r"prompt_embedding_table = 0\.0 is not"):
+            facade().split(raw)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < table.nbytes
 
 
 def test_errors_say_which_request_of_a_batch_they_are_about() -> None:

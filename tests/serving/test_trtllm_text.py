@@ -49,6 +49,13 @@ def test_preprocessing_gives_what_tensorrt_llm_takes(tmp_path: Any) -> None:
     ]
 
 
+@pytest.mark.parametrize("words", [["a" * (2**18 + 1)], [""] * (2**18 + 1)])
+def test_preprocessing_takes_only_so_many_words_in_a_batch(tmp_path: Any, words: list[str]) -> None:
+    row = {"QUERY": "a" * 2**19, "STOP_WORDS_DICT": words}
+    with pytest.raises(InvalidRequestError, match="STOP_WORDS_DICT must have at most 262144"):
+        Preprocessing(TOKENIZER, tmp_path).answer(raw_request("preprocessing", [row]))
+
+
 def test_preprocessing_takes_the_clients_ends_and_biases(tmp_path: Any) -> None:
     row = {
         "QUERY": "a",

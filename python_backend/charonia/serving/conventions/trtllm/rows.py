@@ -137,7 +137,8 @@ def rows_of(raw: RawRequest, tensors: FacadeTensors) -> list[Row]:
 
 def _refuse(tensors: Mapping[str, Array], refused: Iterable[Refused]) -> None:
     for one in refused:
-        for value in tensors.get(one.name, np.array([])).ravel().tolist():
+        for item in tensors.get(one.name, np.array([])).flat:  # it may have millions
+            value = item.item() if isinstance(item, np.generic) else item
             if value not in one.neutral:
                 accepted = " or ".join(map(shown, one.neutral))
                 raise NotSupportedError(

@@ -18,7 +18,7 @@ from charonia.errors import CharoniaError, InvalidRequestError
 from charonia.serving.conventions.schema import PromptLimits
 from charonia.serving.conventions.trtllm.rows import Row, pack_words, pad, rows_of
 from charonia.serving.conventions.trtllm.tables import MODELS
-from charonia.serving.conventions.trtllm.words import bias_of, within
+from charonia.serving.conventions.trtllm.words import bias_of, check_words, within
 from charonia.serving.requests.queue_limit import QueueLimit
 from charonia.serving.requests.raw_request import Array, Outputs, RawRequest
 from charonia.serving.requests.responders import TritonResponder, failing_with_errors
@@ -107,6 +107,7 @@ class Preprocessing:
     def answer(self, raw: RawRequest) -> Outputs:
         """See `TextModel`."""
         rows = rows_of(raw, self._tensors)
+        check_words(raw.tensors)
         prompts = [self._encode(row) for row in rows]
         end_ids = [row.one("END_ID", self._end_id) for row in rows]
         pad_ids = [row.one("PAD_ID", end_id) for row, end_id in zip(rows, end_ids, strict=True)]

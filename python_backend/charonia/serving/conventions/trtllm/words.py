@@ -11,18 +11,29 @@ import numpy as np
 from charonia.errors import InvalidRequestError
 from charonia.protocol import MAX_CHARACTERS, MAX_ENTRIES
 from charonia.serving.conventions.trtllm.rows import Row
+from charonia.serving.conventions.trtllm.tables import MAX_BATCH_SIZE
 from charonia.serving.requests.raw_request import Array, num_bytes_of
 from charonia.text.tokenizer import Tokenizer
 
 _MAX_BIAS_CHARACTERS = 2**16
 _MAX_WORD_BYTES = 2**18
 """Most bytes of one input, over its whole batch."""
+_MAX_WORDS = MAX_BATCH_SIZE * max(MAX_ENTRIES.values())
+"""Most texts of one input, over its whole batch, empty ones included: each is looked at."""
+_PROMPTS = ("text_input", "QUERY")
+_WORD_LISTS = ("stop_words_list", "bad_words_list")
+"""Words as token ids."""
 
 
 def check_words(tensors: Mapping[str, Array]) -> None:
-    """Raises InvalidRequestError: the texts beside the prompts are too long."""
+    """Raises InvalidRequestError: the words beside the prompts are too many or too long."""
     for name, array in tensors.items():
-        if array.dtype == np.object_ and name != "text_input":
+        is_text = array.dtype == np.object_ and name not in _PROMPTS
+        if is_text and array.size > _MAX_WORDS:
+            raise InvalidRequestError(
+                f"{name} must have at most {_MAX_WORDS} texts, but has {array.size}"
+            )
+        if is_text or name in _WORD_LISTS:
             num_bytes = num_bytes_of(array)
             if num_bytes > _MAX_WORD_BYTES:
                 raise InvalidRequestError(
