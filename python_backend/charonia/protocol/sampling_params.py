@@ -115,7 +115,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Sampl
         stop: strings that end the text; stop_token_ids: tokens that end it. `MAX_ENTRIES` and
             `MAX_CHARACTERS` limit these and other parameters.
         include_stop_str_in_output: keep the stop string at the end of the text.
-        bad_words: strings that must not be generated.
+        bad_words: strings whose tokens must not be generated, as they spell it at the beginning of
+            a text and after a space. Other tokens may still make the same text.
         allowed_token_ids: only these tokens can be generated, at least one; None allows all. EOS
             must be among them to be generated. Where other parameters suppress them all, they are
             equally likely.

@@ -110,7 +110,9 @@ _TEXT_INPUTS = (
         ANY,
         "texts that end the answer, which has them; empty ones are none",
     ),
-    Tensor("bad_words", "STRING", ANY, "texts that do not come; empty ones are none"),
+    Tensor(
+        "bad_words", "STRING", ANY, "words whose tokens do not come, see below; empty ones are none"
+    ),
     Tensor("embedding_bias_words", "STRING", ANY, "texts whose tokens' logits are changed"),
     Tensor("embedding_bias_weights", "FP32", ANY, "by so much, one for each of these texts"),
     Tensor("length_penalty", "FP32", ONE, _NO_BEAMS),
@@ -144,7 +146,7 @@ _TOKEN_INPUTS = (
         _WORD_LIST,
         "words that end the answer, as texts, wherever they begin: all ids, and where each ends",
     ),
-    Tensor("bad_words_list", "INT32", _WORD_LIST, "words that do not come, as texts"),
+    Tensor("bad_words_list", "INT32", _WORD_LIST, "words whose tokens do not come, see below"),
     Tensor("embedding_bias", "FP32", ANY, "added to the logits, one for each token id"),
     Tensor(
         "draft_input_ids", "INT32", ANY, "a guess at the answer's first tokens, see `scheduler`"
