@@ -65,6 +65,10 @@ def test_a_wrong_parameter_of_the_scheduler_is_named(parameters, message):
         ),
         ('{"model": "m", "speculative_config": 5}', "must be an object or null, but is 5$"),
         ('{"model": "m", "seed": "%s"}' % ("x" * 9999), "seed must be an integer or null, .*…$"),
+        (
+            f'{{"model": "m", "seed": {2**64}}}',
+            r"^seed must be from -2\*\*63 to 2\*\*64 - 1, or null, but is 18446744073709551616$",
+        ),
         ('{"model": "m", "tensor_parallel_size": 0}', "tensor_parallel_size"),
         (
             '{"model": "m", "speculative_config": {"model": "d", "draft_tensor_parallel_size": 2}}',

@@ -189,6 +189,10 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         for name, path in paths.items():
             if path is not None and not is_path(path):
                 raise ConfigError(f"{name} has a character that no path can have")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**64:
+            raise ConfigError(
+                f"seed must be from -2**63 to 2**64 - 1, or null, but is {shown(self.seed)}"
+            )
         self._check_tiers()
         if self.kv_events is not None and not self.enable_prefix_caching:
             raise ConfigError(
