@@ -173,6 +173,9 @@ BAD = {
         rows=[RowStep(0, 1, [8])], loads=[BlockLoad(0, 0, 8, KEY)]
     ),
     "two loads into one block": plan(loads=[BlockLoad(0, 0, 9, KEY), BlockLoad(0, 1, 9, KEY)]),
+    "a load into a block that is copied": plan(
+        joins=join(block_ids=[9]).joins, copies=[BlockCopy(8, 9)], loads=[BlockLoad(0, 0, 8, KEY)]
+    ),
     "a discard of the null block": plan(discards=[0]),
     "a discard of a block beyond the pool": plan(discards=[10]),
     "a discard twice": plan(discards=[9, 9]),
@@ -180,6 +183,9 @@ BAD = {
     "a discard of a row's new block": plan(rows=[RowStep(0, 1, [8])], discards=[8]),
     "a discard of the block of a row that joins": plan(joins=join().joins, discards=[9]),
     "a discard of a block that is loaded": plan(loads=[BlockLoad(0, 0, 9, KEY)], discards=[9]),
+    "a discard of a block that is copied": plan(
+        joins=join(block_ids=[9]).joins, copies=[BlockCopy(8, 9)], discards=[8]
+    ),
     "a load from a tier that is not there": plan(loads=[BlockLoad(2, 0, 9, KEY)]),
     "a load from a slot beyond the tier": plan(loads=[BlockLoad(1, 20, 9, KEY)]),
     "a load of a long key": plan(loads=[BlockLoad(0, 0, 9, KEY + KEY)]),
@@ -502,6 +508,7 @@ def carry_out_if_accepted(plan: StepPlan) -> None:
     loaded = {load.block_id for load in plan.loads}
     assert not held & loaded
     assert not (held | loaded) & set(plan.discards)
+    assert not {one.source for one in plan.copies} & {*loaded, *plan.discards}
     assert set(plan.discards) <= set(range(1, NUM_BLOCKS))
     computed = by_draft_model = 0
     for step in plan.rows:

@@ -141,7 +141,11 @@ def _check_saves(saves: Sequence[BlockSave], info: EngineInfo) -> None:
 
 
 def _check_unused(plan: StepPlan, rows: Iterable[RowState | _Row], info: EngineInfo) -> None:
-    """Check that blocks that are loaded or discarded are not in a row's table."""
+    """Check that blocks that are loaded or discarded are in no row's table, and are not copied.
+
+    Copies come after both.
+    """
+    copied = {copy.source for copy in plan.copies}
     held = {block_id for row in rows for block_id in row.block_ids}
     held.update(block_id for step in plan.rows for block_id in step.new_block_ids)
     _check_distinct("targets of loads", [load.block_id for load in plan.loads])
@@ -150,8 +154,11 @@ def _check_unused(plan: StepPlan, rows: Iterable[RowState | _Row], info: EngineI
         _require(
             load.block_id not in held, f"target {load.block_id} of a load is in the table of a row"
         )
+        _require(
+            load.block_id not in copied, f"target {load.block_id} of a load is the source of a copy"
+        )
         _check_slot(load.tier, load.slot, load.key, info)
-    held.update(load.block_id for load in plan.loads)
+    held.update(copied, (load.block_id for load in plan.loads))
     _check_distinct("discards", plan.discards)
     for block_id in plan.discards:
         _check_in("block that is discarded", block_id, 1, info.num_blocks - 1)
