@@ -1,5 +1,6 @@
 """Framing: whole messages, however they come, and none that is longer than its limit."""
 
+import contextlib
 import fcntl
 import resource
 import socket
@@ -124,6 +125,27 @@ def test_an_end_that_takes_nothing_is_given_up() -> None:
         channel.send(b"x" * 10_000_000, 0.05)
     channel.close()
     far.close()
+
+
+def test_after_a_part_of_a_message_the_connection_ends_and_after_none_it_goes_on() -> None:
+    near, far = socket.socketpair()
+    channel, other = Channel(near), Channel(far)
+    num_sent = 0
+    with contextlib.suppress(BlockingIOError):
+        while True:  # leaves no room, not even for a part
+            num_sent += near.send(b"\0\0\0\0", socket.MSG_DONTWAIT)
+    with pytest.raises(TimeoutError):
+        channel.send(b"none", 0.05)
+    assert [other.receive(WAIT_S) for _ in range(num_sent // 4)] == [b""] * (num_sent // 4)
+    channel.send(b"whole", WAIT_S)
+    assert other.receive(WAIT_S) == b"whole"
+    with pytest.raises(TimeoutError):
+        channel.send(b"x" * 10_000_000, 0.05)
+    with pytest.raises(BrokenPipeError):
+        channel.send(b"after it", 0.05)
+    assert other.receive(WAIT_S) is None
+    channel.close()
+    other.close()
 
 
 def test_what_is_posted_waits_for_nobody_and_goes_on_while_something_is_received() -> None:

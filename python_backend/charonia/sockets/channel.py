@@ -51,7 +51,8 @@ class Channel:
 
         Raises:
             OSError: the other end has gone, or has not taken all of it within `timeout` seconds; or
-                the message has more than `max_bytes` (EMSGSIZE).
+                the message has more than `max_bytes` (EMSGSIZE). If it has taken a part of it, the
+                connection has ended: no message can follow.
         """
         assert not self._unsent, "send() before all that was posted has gone"
         data = self._framed(message)
@@ -60,9 +61,14 @@ class Channel:
             return
         deadline = time.monotonic() + timeout
         rest = memoryview(data)
-        while rest:
-            self._wait(select.POLLOUT, deadline)
-            rest = rest[self._send_some(rest) :]
+        try:
+            while rest:
+                self._wait(select.POLLOUT, deadline)
+                rest = rest[self._send_some(rest) :]
+        except OSError:
+            if len(rest) < len(data):
+                self.hang_up()
+            raise
 
     def post(self, message: bytes) -> None:
         """Send as much of a message as the other end takes at once; `receive` sends the rest.
