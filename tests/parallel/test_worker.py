@@ -1,13 +1,16 @@
 """The command line of a rank on another machine."""
 
 import os
+import socket
 import subprocess
 import sys
+import threading
+from unittest.mock import Mock
 
 import pytest
 
 from charonia.parallel.handshake import SECRET_VARIABLE
-from charonia.parallel.worker import main
+from charonia.parallel.worker import _connect, main
 from support.waiting import WAIT_S
 
 
@@ -62,3 +65,13 @@ def test_a_rank_whose_parent_has_gone_meanwhile_ends_at_once() -> None:
     command = [sys.executable, "-m", "charonia.parallel.worker", "--join", "127.0.0.1:1"]
     env = os.environ | {SECRET_VARIABLE: "pssst", "PYTHONPATH": os.pathsep.join(sys.path)}
     assert subprocess.run([*command, "--parent", "1"], env=env, timeout=WAIT_S).returncode == 1
+
+
+def test_a_rank_waits_for_its_engine_also_where_it_cannot_say_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "stderr", Mock(write=Mock(side_effect=BrokenPipeError)))
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        threading.Timer(0.2, listener.listen).start()
+        _connect(*listener.getsockname()).close()

@@ -11,6 +11,7 @@ does. There it runs until it is stopped: when an engine ends, it waits for the n
 """
 
 import argparse
+import contextlib
 import ctypes
 import math
 import os
@@ -131,7 +132,9 @@ def _connect(host: str, port: int) -> Channel:
 
 
 def _say(line: str) -> None:
-    print(f"charonia: {line}", file=sys.stderr, flush=True)
+    """Print a line to stderr. If it cannot be printed, because of a full disk say, it is lost."""
+    with contextlib.suppress(OSError):
+        print(f"charonia: {line}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -94,7 +94,8 @@ def _start(server: TritonServer, probe: Probe, timeout: float) -> None:
         wait_serving(server, probe, timeout)
     except (CrashError, NotReadyError) as error:
         said = "\n".join([str(error), *getattr(error, "__notes__", [])])
-        print(f"charonia: {said}\ncharonia: starting it once more", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # a full disk, say
+            print(f"charonia: {said}\ncharonia: starting it once more", file=sys.stderr, flush=True)
         server.kill()
         server.start()
         wait_serving(server, probe, timeout)
