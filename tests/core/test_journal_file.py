@@ -3,9 +3,10 @@
 import errno
 import stat
 
+import msgspec
 import pytest
 
-from charonia.core.recording.journal import HEADER
+from charonia.core.recording.journal import FRAME, HEADER
 from charonia.errors import ConfigError
 from charonia.simulate.replay import read_journal
 from core.bench import Bench
@@ -91,7 +92,7 @@ def test_a_journal_that_was_cut_off_is_replayed_up_to_there(tmp_path):
         (b"", "is no journal that this version replays: its first line must be 'charonia journal"),
         (b"charonia journal 1\n", "is no journal that this version replays"),
         (b"charonia journal 99\n", "is no journal that this version replays"),
-        (HEADER + b"\0\0\0\3abc", r"is damaged at byte \d+: "),
+        (HEADER + b"\0\0\0\3\xc1bc", r"is damaged at byte \d+: "),
     ],
 )
 def test_what_is_no_journal_is_refused(tmp_path, data, reason):
@@ -101,6 +102,33 @@ def test_what_is_no_journal_is_refused(tmp_path, data, reason):
         list(read_journal(path))
     with pytest.raises(ConfigError, match="cannot be read: "):
         list(read_journal(tmp_path / "none"))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda opened: opened["engine_args"].update(other=1), "unknown field `other`"),
+        (lambda opened: opened["engine_args"].update(kv_cache_path=""), "kv_cache_path = ''"),
+        (lambda opened: opened.update(other=1), "unknown field `other`"),
+        (lambda opened: opened.pop("limits"), "missing required field `limits`"),
+        (lambda opened: opened.update(type="Other"), "Invalid value 'Other'"),
+    ],
+    ids=["new argument", "refused argument", "new field", "missing field", "new entry"],
+)
+def test_a_journal_of_another_version_is_not_called_damaged(tmp_path, change, reason):
+    journal = open_journal(tmp_path)
+    Bench(journal=journal)
+    journal.close()
+    (path,) = tmp_path.iterdir()
+    data = path.read_bytes()
+    begin = len(HEADER) + FRAME.size
+    (length,) = FRAME.unpack(data[len(HEADER) : begin])
+    opened = msgspec.msgpack.decode(data[begin : begin + length])
+    change(opened)
+    entry = msgspec.msgpack.encode(opened)
+    path.write_bytes(HEADER + FRAME.pack(len(entry)) + entry)
+    with pytest.raises(ConfigError, match=f"byte {begin} is of another version, or .*{reason}"):
+        list(read_journal(path))
 
 
 def test_after_its_end_nothing_is_kept_and_a_disk_that_fails_at_the_end_harms_nobody(tmp_path):

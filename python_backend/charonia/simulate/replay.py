@@ -50,7 +50,8 @@ def read_journal(
         on_read: called with the number of bytes of each entry.
 
     Raises:
-        ConfigError: the file cannot be read, is not a journal, or is damaged.
+        ConfigError: the file cannot be read, is not a journal, is damaged, or has an entry of
+            another version.
     """
     decode = msgspec.msgpack.Decoder(AnyEntry).decode
     try:
@@ -69,6 +70,12 @@ def read_journal(
                 data = file.read(length)
                 try:
                     entry: AnyEntry = decode(data)
+                except (msgspec.ValidationError, ConfigError) as error:
+                    place = file.tell() - length
+                    raise ConfigError(
+                        f"{path} is no journal that this version replays: the entry at byte {place}"
+                        f" is of another version, or damaged: {error}"
+                    ) from None
                 except (ValueError, RecursionError) as error:
                     place = file.tell() - length
                     raise ConfigError(f"{path} is damaged at byte {place}: {error}") from None

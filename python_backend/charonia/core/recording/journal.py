@@ -43,7 +43,14 @@ _NO_SAMPLING = RowSampling(seed=0)
 _END_BYTES = 512  # reserved for the last entry
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):
+class Entry(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    omit_defaults=True,
+    tag=True,
+    forbid_unknown_fields=True,
+):
     """One call of the scheduler. `raised`: the class of the exception that it raised, if any."""
 
     raised: str = ""
@@ -60,7 +67,7 @@ class Opened(Entry, frozen=True, kw_only=True):
     kept: KeptBlocks | None
 
 
-class Carried(msgspec.Struct, frozen=True, omit_defaults=True):
+class Carried(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """State that a request brings along from an earlier engine. See `Request`."""
 
     is_demoted: bool = False
