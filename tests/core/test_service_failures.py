@@ -2,8 +2,11 @@
 
 import threading
 
+from charonia.core.generation_request import GenerationRequest
+from charonia.core.output.outputs import OutputStream
 from charonia.core.replica.opening import EngineOpening
 from charonia.core.replica.reload import Reload
+from charonia.protocol import SamplingParams
 from core.bench import Unchanged
 from core.service_bench import FOR_EVER, Client, make_service, wait_until_up
 from support.echo import EchoExecutor
@@ -54,6 +57,47 @@ def test_a_bug_on_the_way_in_loses_nobody(service, monkeypatch):
         last = client.wait(key)[-1]
         assert last.finish_reason == "length" or "KeyError" in str(last.error)
     assert str(client.chunks["bad"][-1].error) == "internal error: KeyError"
+    wait_until_up(service)
+    client.submit("next")
+    assert client.wait("next")[-1].finish_reason == "length"
+
+
+def test_a_request_that_cannot_be_failed_either_ends_nobody_elses_service(service, monkeypatch):
+    """Its output is broken, so that neither its tokens nor its error can be taken."""
+    client = Client(service)
+    take, fail = OutputStream.take, OutputStream.fail
+
+    def broken(call):
+        def take_or_raise(stream, *args):
+            if stream.request.group.key == "broken":
+                raise KeyError("a bug")
+            return call(stream, *args)
+
+        return take_or_raise
+
+    monkeypatch.setattr(OutputStream, "take", broken(take))
+    monkeypatch.setattr(OutputStream, "fail", broken(fail))
+    client.submit("before", max_tokens=FOR_EVER)
+    client.submit("broken", max_tokens=FOR_EVER)
+    client.submit("after", max_tokens=FOR_EVER)
+    for key in ("before", "broken", "after"):
+        assert str(client.wait(key)[-1].error) == "internal error: KeyError"
+    wait_until_up(service)
+    client.submit("next")
+    assert client.wait("next")[-1].finish_reason == "length"
+
+
+def test_a_sink_that_raises_ends_nobody_elses_service(service):
+    def raising(chunk):
+        raise KeyError("a bug")
+
+    client = Client(service)
+    client.submit("before", max_tokens=FOR_EVER)
+    params = SamplingParams(max_tokens=FOR_EVER, seed=1)
+    service.submit(GenerationRequest(key="broken", prompt_ids=[1], params=params), raising)
+    client.submit("after", max_tokens=FOR_EVER)
+    for key in ("before", "after"):
+        assert str(client.wait(key)[-1].error) == "internal error: KeyError"
     wait_until_up(service)
     client.submit("next")
     assert client.wait("next")[-1].finish_reason == "length"

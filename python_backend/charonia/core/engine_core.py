@@ -20,6 +20,7 @@ Mostly two steps are in flight, of the same rows or, in a pipeline, of different
                   (while N computes)   (see `plan_time`)
 """
 
+import traceback
 from collections.abc import Callable, Collection
 from math import inf
 
@@ -256,10 +257,15 @@ class EngineCore:
         """Fail every request, discard their state and connect to the engine again.
 
         The state is discarded unread, since it may be broken; no client may wait because of that.
+        A request that cannot even be failed is logged and forgotten.
         """
         self._replica.abandon(error)
         self._updates = []
-        self._fail_all(error)
+        for live in list(self._requests):
+            try:
+                self._end(live, error)
+            except Exception:
+                self._log(f"error: {traceback.format_exc()}")
         self._set_gauges()
 
     def close(self) -> None:

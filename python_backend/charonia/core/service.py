@@ -408,7 +408,10 @@ class EngineService:
             # Requests that the core does not know: still in the inbox, or lost from it.
             left, self._inbox = self._live.all(), []
         for accepted in left:
-            accepted.fail(error)
+            try:
+                accepted.fail(error)
+            except Exception:  # one whose state is broken; the others must be told
+                self._log(f"error: {traceback.format_exc()}")
 
     def _take_inbox(self) -> None:
         with self._wake:
