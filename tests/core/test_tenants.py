@@ -77,6 +77,10 @@ def test_those_that_the_file_does_not_name_may_be_refused(path):
             {"tenants": {"a": {}, "b": {"weight": 0}}},
             r"weight of tenants\['b'\] must be a number from 0.001 to 1000000, but is 0$",
         ),
+        (
+            '{"tenants": {"a": {"weight": 2}, "b": {}, "a": {}}}',
+            "^tenants.json: the key 'a' is there 2 times in one object$",
+        ),
         ({"tenants": {"a": 5}}, r"tenants\['a'\] must be an object, but is 5$"),
         ({"tenants": []}, r"tenants must be an object, but is \[\]$"),
         ({"tenants": {"other": {}}}, "no tenant may be called 'other'"),
@@ -113,6 +117,15 @@ def test_a_file_that_changes_is_read_again(path):
     tenants.refresh(2 * LOOK_EVERY_S)
     assert tenants.weight_of("search") == 2
     assert [line.split()[0] for line in log] == ["tenants_reloaded"]
+
+
+def test_a_file_that_is_written_in_place_with_its_size_and_time_is_read_again(path):
+    tenants = read(path, has_shares=True)
+    status = path.stat()
+    path.write_text(path.read_text().replace('"weight": 4', '"weight": 2'))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    tenants.refresh(LOOK_EVERY_S)
+    assert tenants.weight_of("search") == 2
 
 
 @pytest.mark.parametrize("content", ['{"unknown"', None])

@@ -12,7 +12,10 @@ Owns the file's format and the present values. Must not know requests.
     }
 """
 
+import json
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -90,11 +93,13 @@ class TenantTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """Read a file.
 
         Raises:
-            ConfigError: it cannot be read, or a value in it is unknown, ill-typed or out of range;
-                the message names the value and its place.
+            ConfigError: it cannot be read, a key is repeated in an object, or a value is unknown,
+                ill-typed or out of range; the message names the value and its place.
         """
         try:
-            values = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+            text = path.read_bytes()
+            values = msgspec.json.decode(text, type=dict[str, Any])
+            json.loads(text, object_pairs_hook=partial(_check_repeated, path.name))
         except OSError as error:
             raise ConfigError(f"{path.name} cannot be read: {error.strerror}") from None
         except (ValueError, RecursionError) as error:  # UnicodeDecodeError, too
@@ -191,10 +196,18 @@ class Tenants:
         return table
 
 
-def _state_of(path: Path) -> tuple[int, int, int] | None:
+def _check_repeated(name: str, pairs: list[tuple[str, Any]]) -> None:
+    """Raises ConfigError: an object of the file of this name has a key twice."""
+    counts = Counter(key for key, _ in pairs)
+    for key, count in counts.items():
+        if count > 1:
+            raise ConfigError(f"{name}: the key {shown(key)} is there {count} times in one object")
+
+
+def _state_of(path: Path) -> tuple[int, int, int, int] | None:
     """A value that changes when a file is written or replaced; None if it cannot be read."""
     try:
         status = path.stat()
     except OSError:
         return None
-    return status.st_ino, status.st_mtime_ns, status.st_size
+    return status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size
