@@ -4,6 +4,8 @@ import errno
 import json
 import os
 import time
+from io import FileIO
+from pathlib import Path
 
 import pytest
 
@@ -151,6 +153,24 @@ def test_lines_are_written_every_second(make_recorder, tmp_path):
     recorder.flush(now=1e12)
     assert json.loads(path.read_bytes()) == [1.0, 2.0, 0.5, 1, 0, 1, 1, 1, 1]
     recorder.close()
+
+
+def test_what_an_older_scheduler_writes_meanwhile_is_kept(make_recorder, tmp_path, monkeypatch):
+    class Shared(FileIO):
+        def read(self, size=-1):
+            data = super().read(size)
+            older.note_step(STEP)
+            older.flush()
+            return data
+
+    older = make_recorder()
+    older.note_step(STEP)
+    older.flush()
+    monkeypatch.setattr(Path, "open", lambda path, mode, buffering: Shared(path, "a+"))
+    make_recorder().close()
+    monkeypatch.undo()
+    older.close()
+    assert len(read_steps(tmp_path / "record" / STEPS)) == 2
 
 
 def test_a_full_disk_ends_the_record_alone(make_recorder, lines):

@@ -257,9 +257,12 @@ class _Recorded:
 
 
 def _open(path: Path) -> FileIO:
-    """Open a file to append to. An unfinished last line, of a killed process, is cut off."""
+    """Open a file to append to. An unfinished last line, of a killed process, is cut off.
+
+    Without one nothing is cut: an older scheduler may append to the file meanwhile.
+    """
     file = path.open("a+b", buffering=0)
-    end = file.seek(0, SEEK_END)
+    end = size = file.seek(0, SEEK_END)
     while end:
         begin = max(0, end - _PIECE)
         file.seek(begin)
@@ -268,7 +271,8 @@ def _open(path: Path) -> FileIO:
             end = begin + newline + 1
             break
         end = begin
-    file.truncate(end)
+    if end < size:
+        file.truncate(end)
     return file
 
 
