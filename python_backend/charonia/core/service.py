@@ -184,10 +184,14 @@ class EngineService:
 
         Args:
             wait_s: return when it is connected, or after so many seconds.
+
+        Raises:
+            RuntimeError: a limit of processes is reached; it may be called again.
         """
-        self._thread.start()
         if self._similar is not None:
             self._similar.start()
+        if self._thread.ident is None:
+            self._thread.start()
         self._is_connected.wait(wait_s)
 
     def submit(

@@ -85,8 +85,9 @@ class SimilarPrompts:
         return self._index.bytes_per_prompt
 
     def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
+        """Start the thread, unless it is started."""
+        if self._thread.ident is None:
+            self._thread.start()
 
     def close(self) -> None:
         """Stop the thread; nothing is posted afterwards."""

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -225,8 +226,18 @@ class SchedulerHost:
                 own_dir / METRICS_SOCKET, self._exporter.read, log=log
             )
         self._start_lock = threading.Lock()
-        self._is_started = False
         self._is_stopped = False
+        # The engine is loaded by then; waiting for it avoids refusing the first request.
+        start_service = partial(self._service.start, wait_s=FIRST_CONNECT_S)
+        self._starts: deque[Callable[[], None]] = deque(
+            (
+                self._take_over,
+                self._start_publisher,
+                start_service,
+                self._relay.start,
+                self._exporter.start,
+            )
+        )
         self._timer = threading.Timer(START_DELAY_S, self._start)
         self._timer.daemon = True
         with _needing_a_socket(HANDOVER_SOCKET):
@@ -254,7 +265,8 @@ class SchedulerHost:
             if self._is_stopped:
                 return
             self._take_over()  # a newer scheduler does not know older ones than this
-            self._is_started = self._is_stopped = True
+            self._starts.clear()
+            self._is_stopped = True
             self._reload_server.close()
             self._tokenizing.close()
             self._service.close()
@@ -272,17 +284,11 @@ class SchedulerHost:
             self._log(f"warning: an older scheduler does not end within {TAKE_OVER_S:g} s")
 
     def _start(self) -> None:
+        """Start what is not started yet. After an error the next call goes on from there."""
         with self._start_lock:
-            if not self._is_started:
-                self._is_started = True
-                self._take_over()
-                try:
-                    self._start_publisher()
-                    # The engine is loaded by now; waiting for it avoids refusing the first request.
-                    self._service.start(wait_s=FIRST_CONNECT_S)
-                    self._exporter.start()
-                finally:
-                    self._relay.start()
+            while self._starts:
+                self._starts[0]()
+                self._starts.popleft()
 
     def _start_publisher(self) -> None:
         if self._publisher is not None:
