@@ -6,8 +6,7 @@ from support.waiting import Clock
 
 def failing(breaker: Breaker, times: int = MAX_FAILURES) -> None:
     for _ in range(times):
-        breaker.begin()
-        breaker.fail()
+        breaker.fail(breaker.begin())
 
 
 def test_it_opens_after_failures_in_a_row_alone() -> None:
@@ -43,8 +42,7 @@ def test_a_trial_that_fails_doubles_the_pause_up_to_a_limit() -> None:
     pauses = []
     for _ in range(8):
         clock.now += breaker.wait_s
-        breaker.begin()
-        breaker.fail()
+        breaker.fail(breaker.begin())
         pauses.append(breaker.wait_s)
     assert pauses[:3] == [2 * FIRST_PAUSE_S, 4 * FIRST_PAUSE_S, 8 * FIRST_PAUSE_S]
     assert pauses[-1] == MAX_PAUSE_S
@@ -62,12 +60,12 @@ def test_a_probe_that_is_answered_ends_a_trial_that_still_runs() -> None:
     breaker.note_up()
     assert not breaker.admits, "a probe alone does not shorten the pause"
     clock.now += FIRST_PAUSE_S
-    breaker.begin()
+    trial = breaker.begin()
     assert not breaker.admits
     breaker.note_up()
     assert breaker.admits
     assert not breaker.is_open
-    breaker.fail()  # the trial, or another request
+    breaker.fail(trial)  # or another request
     assert breaker.wait_s == 2 * FIRST_PAUSE_S, "a probe proves less than an answer"
 
 
@@ -76,8 +74,7 @@ def test_a_trial_whose_client_leaves_says_nothing_and_another_may_follow() -> No
     breaker = Breaker(clock.monotonic)
     failing(breaker)
     clock.now += FIRST_PAUSE_S
-    breaker.begin()
-    breaker.abandon()
+    breaker.abandon(breaker.begin())
     assert breaker.admits
     assert breaker.is_open
 
@@ -85,9 +82,23 @@ def test_a_trial_whose_client_leaves_says_nothing_and_another_may_follow() -> No
 def test_late_failures_of_requests_from_before_do_not_prolong_the_pause() -> None:
     clock = Clock()
     breaker = Breaker(clock.monotonic)
-    for _ in range(8):
-        breaker.begin()
-    for _ in range(8):
-        breaker.fail()
+    for request in [breaker.begin() for _ in range(8)]:
+        breaker.fail(request)
         clock.now += FIRST_PAUSE_S / 8
     assert breaker.wait_s < FIRST_PAUSE_S
+
+
+def test_ends_of_requests_from_before_leave_a_trial_as_it_is() -> None:
+    clock = Clock()
+    breaker = Breaker(clock.monotonic)
+    left, failed = breaker.begin(), breaker.begin()
+    failing(breaker)
+    clock.now += FIRST_PAUSE_S
+    trial = breaker.begin()
+    breaker.abandon(left)
+    assert not breaker.admits, "one trial at a time"
+    breaker.fail(failed)
+    assert not breaker.admits
+    assert breaker.wait_s == 0.0, "the trial has not failed"
+    breaker.fail(trial)
+    assert breaker.wait_s == 2 * FIRST_PAUSE_S

@@ -176,7 +176,7 @@ def test_a_trial_without_an_answer_in_time_does_not_close_the_breaker(server: Tr
             found = Upstream([url], "scheduler", clock=clock.monotonic)
             (only,) = found.servers
             for _ in range(MAX_FAILURES):
-                only.breaker.fail()
+                only.breaker.fail(only.breaker.begin())
             clock.now += FIRST_PAUSE_S
             with pytest.raises(Timeout):
                 await found.complete([5, 6], {"max_tokens": 1}, "r", Timeouts(total_s=0.1))

@@ -144,25 +144,25 @@ class Server:
         """Count a request for the duration of this context, and judge the server by its end."""
         self.num_requests += 1
         self.num_samples += num_samples
-        self.breaker.begin()
+        request = self.breaker.begin()
         try:
             yield
         except CharoniaClientError as error:
-            self._judge(error)
+            self._judge(request, error)
             raise
         except BaseException:  # the client left: not the server's fault
-            self.breaker.abandon()
+            self.breaker.abandon(request)
             raise
         finally:
             self.num_requests -= 1
             self.num_samples -= num_samples
 
-    def _judge(self, error: CharoniaClientError) -> None:
+    def _judge(self, request: int, error: CharoniaClientError) -> None:
         is_fault = isinstance(error, ServerError | Unavailable | ConnectionFailed)
         if isinstance(error, Timeout) and error.kind is None:
-            self.breaker.abandon()  # it answered nothing in the gateway's own time limit
+            self.breaker.abandon(request)  # it answered nothing in the gateway's own time limit
         elif is_fault and not isinstance(error, _BUSY) and error.kind != "quarantined":
-            self.breaker.fail()
+            self.breaker.fail(request)
         else:
             self.breaker.succeed()  # it answered, although it refused
 
