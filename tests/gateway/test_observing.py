@@ -42,6 +42,14 @@ def test_the_page_of_metrics_is_one(gateway: Gateway) -> None:
     assert head.headers["content-type"] == page.headers["content-type"]
 
 
+def test_health_may_be_asked_for_without_a_body(gateway: Gateway) -> None:
+    """Some load balancers probe with HEAD."""
+    for path in ("/health/live", "/health/ready", "/v1/health"):
+        head = gateway.http.head(path)
+        assert (head.status_code, head.content) == (200, b""), path
+        assert head.headers["content-length"] == gateway.http.get(path).headers["content-length"]
+
+
 def test_a_request_is_known_by_the_id_that_its_client_gave(gateway: Gateway) -> None:
     body = {"prompt": "x", "max_tokens": 1}
     reply = gateway.http.post(TEXT, json=body, headers={"x-request-id": "mine-1"})

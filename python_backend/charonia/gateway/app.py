@@ -159,11 +159,15 @@ def _add_health(app: FastAPI, serving: Serving, watch: Watch, metrics: Metrics) 
         """Return the OpenAPI document."""
         return Response(description, media_type="application/json")
 
+    # Some load balancers ask with HEAD, and so does aiperf for the metrics. The server drops the
+    # body then.
+    @app.head(LIVE, include_in_schema=False)
     @app.get(LIVE)
     async def live() -> Response:
         """Say that this process works."""
         return _json({"status": "live"})
 
+    @app.head(READY, include_in_schema=False)
     @app.get(READY)
     async def ready() -> Response:
         """Say whether the gateway and one of its servers would accept a request now."""
@@ -171,6 +175,7 @@ def _add_health(app: FastAPI, serving: Serving, watch: Watch, metrics: Metrics) 
         found = await status.health(*upstreams, is_draining=draining, says_live=False)
         return _health(found)
 
+    @app.head(HEALTH, include_in_schema=False)
     @app.get(HEALTH)
     async def health() -> Response:
         """Say the same, and that this process works."""
@@ -184,7 +189,7 @@ def _add_health(app: FastAPI, serving: Serving, watch: Watch, metrics: Metrics) 
         upstream = serving.upstream
         return _json(await status.metrics(upstream, metrics.figures, watch.num_requests))
 
-    @app.head(METRICS, include_in_schema=False)  # how aiperf asks whether there are any
+    @app.head(METRICS, include_in_schema=False)
     @app.get(METRICS)
     async def page() -> Response:
         """Return the gateway's own metrics."""
