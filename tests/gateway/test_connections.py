@@ -216,3 +216,31 @@ def test_an_offer_of_another_protocol_is_ignored(
         connection.sendall(HEAD.replace(b"host: x\r\n", b"host: x\r\n" + OFFER) + HEAD)
         data = read_to_end(connection)
     assert data.count(b"HTTP/1.1 200") == 1, "the second one came before the answer to the first"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/batch"])
+def test_a_stream_to_an_old_client_has_no_chunks_and_ends_with_the_connection(
+    gateway: Gateway, path: str
+) -> None:
+    """Nginx has long spoken HTTP/1.0 to the servers behind it by default."""
+    asked: dict[str, object] = {"prompt": "x", "max_tokens": 3, "ignore_eos": True}
+    asked = {"requests": [asked]} if path == "/v1/batch" else asked
+    content = json.dumps(asked | {"stream": True}).encode()
+    request = f"POST {path} HTTP/1.0\r\ncontent-length: {len(content)}\r\n\r\n".encode()
+    with connected(gateway) as connection:
+        connection.sendall(request + content)
+        head, _, body = read_to_end(connection).decode().partition("\r\n\r\n")
+    assert "transfer-encoding" not in head
+    assert "connection: close" in head
+    lines = [line.removeprefix("data: ") for line in body.split("\n") if line]
+    assert lines[-1] == "[DONE]" or path == "/v1/batch"
+    parts = [json.loads(line) for line in lines if line != "[DONE]"]
+    assert len(parts) > 1
+
+
+def test_a_whole_answer_to_an_old_client_has_its_length_and_closes(gateway: Gateway) -> None:
+    with connected(gateway) as connection:
+        connection.sendall(completion(max_tokens=3).replace(b"HTTP/1.1", b"HTTP/1.0"))
+        head, _, body = read_to_end(connection).partition(b"\r\n\r\n")
+    assert f"content-length: {len(body)}\r\n".encode() in head
+    assert json.loads(body)["choices"][0]["finish_reason"] == "length"

@@ -6,11 +6,14 @@ how a connection is aborted. Must not know what is sent.
 
 import socket
 from asyncio import TimerHandle, Transport
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import httptools
 from starlette.types import Scope
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+if TYPE_CHECKING:
+    from uvicorn._types import ASGISendEvent
 
 HEAD_S = 30.0
 """Timeout for a request's head, from the connection or the first byte on."""
@@ -47,6 +50,27 @@ class _Parser(httptools.HttpRequestParser):
         except httptools.HttpParserUpgrade as offer:
             self.rest = data[offer.args[0] :]
             raise
+
+
+class _OldCycle(RequestResponseCycle):
+    """A request in HTTP/1.0 and its answer.
+
+    An answer whose length is not known ends with the connection: such a client may not get chunks
+    (RFC 9112, section 6.1). Uvicorn would send them.
+    """
+
+    _ends_with_connection = False
+
+    async def send(self, message: "ASGISendEvent") -> None:
+        """See ASGI."""
+        if message["type"] == "http.response.start":
+            names = {name.lower() for name, _ in message.get("headers", ())}
+            if b"content-length" not in names:
+                self._ends_with_connection = True
+                self.chunked_encoding = False
+        elif self._ends_with_connection and message["type"] == "http.response.body":
+            self.expected_content_length = len(message.get("body", b""))
+        await super().send(message)
 
 
 class Connection(HttpToolsProtocol):
@@ -142,6 +166,8 @@ class Connection(HttpToolsProtocol):
             return
         self._stop_head_timer()
         super().on_headers_complete()
+        if self.parser.get_http_version() == "1.0":
+            self.cycle.__class__ = _OldCycle  # uvicorn has made it, and has not run it yet
 
     def on_body(self, body: bytes) -> None:
         """See httptools."""
