@@ -175,3 +175,20 @@ def test_a_rendering_that_grows_is_tokenized_in_a_thread(
     handle(chatting, "chat", {"messages": [USER]})
     ((name, thread),) = threads
     assert (name, thread.name.rpartition("_")[0]) == ("encode", "charonia-tokenizing")
+
+
+def test_many_tokens_are_spelled_and_written_beside_the_loop(
+    chatting: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at = []
+
+    class Spelled(dict[int, str]):
+        def get(self, *args: Any) -> Any:
+            at.append(threading.current_thread())
+            return super().get(*args)
+
+    spell = Tokenizer.tokens
+    monkeypatch.setattr(Tokenizer, "tokens", lambda self: Spelled(spell(self)))
+    handle(chatting, "tokenize", {"prompt": LARGE, "return_token_strs": True})
+    assert at
+    assert threading.main_thread() not in at

@@ -32,6 +32,10 @@ def test_a_text_has_the_tokenizers_ids_and_they_are_the_text_again(
     ids = tokenizer.encode(text).ids
     found = gateway.http.post("/tokenize", json={"prompt": text}).json()
     assert (found["tokens"], found["count"]) == (ids, len(ids))
+    assert found["token_strs"] is None
+    asked = {"prompt": text, "return_token_strs": True}
+    names = [tokenizer.id_to_token(token_id) for token_id in ids]
+    assert gateway.http.post("/tokenize", json=asked).json() == found | {"token_strs": names}
     assert detokenized(gateway, ids) == text
 
 

@@ -3,6 +3,8 @@
 Owns their answers. Must not know connections.
 """
 
+import msgspec
+
 from charonia.gateway.errors import invalid
 from charonia.gateway.fields import read
 from charonia.gateway.openai.answering import render
@@ -26,12 +28,18 @@ async def tokenize(serving: Serving, body: bytes, reply: Reply) -> None:
     else:
         prompt = await render(serving, request, len(body))
     tokenizer = serving.prompts.tokenizer
-    names = None
-    if request.return_token_strs:
-        spelled = await serving.prompts.run(len(prompt.ids), tokenizer.tokens)
-        names = [spelled.get(token_id, "") for token_id in prompt.ids]
     limit = await serving.upstream.max_model_len()
-    await reply.whole(TokenizeAnswer(len(prompt.ids), limit, list(prompt.ids), names))
+
+    def answer() -> msgspec.Raw:
+        names = None
+        if request.return_token_strs:
+            spelled = tokenizer.tokens()
+            names = [spelled.get(token_id, "") for token_id in prompt.ids]
+        found = TokenizeAnswer(len(prompt.ids), limit, list(prompt.ids), names)
+        return msgspec.Raw(msgspec.json.encode(found))
+
+    size = max(len(prompt.ids), tokenizer.vocab_size if request.return_token_strs else 0)
+    await reply.whole(await serving.prompts.run(size, answer))
 
 
 async def detokenize(serving: Serving, body: bytes, reply: Reply) -> None:
