@@ -142,6 +142,12 @@ def test_metrics_of_no_repository_of_another_url_or_at_a_taken_port_are_one_line
     assert main(["metrics", "--model-repository", str(repository), "--triton", url]) == 1
     said = f"charonia: --triton {url}: a URL that begins with http:// is needed\n"
     assert capsys.readouterr().err == said
+    for url, reason in (
+        ("http://a:b/metrics", "Invalid port: 'b'"),
+        ("http:///metrics", "a URL with a host is needed"),
+    ):
+        assert main(["metrics", "--model-repository", str(repository), "--triton", url]) == 1
+        assert capsys.readouterr().err == f"charonia: --triton {url}: {reason}\n"
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
