@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -46,6 +47,7 @@ class Triton:
         self.num_asked = 0
         self.may_answer = threading.Event()
         self.may_answer.set()
+        self.num_parts, self.pause_s = 1, 0.0  # of its page, and after each
         triton = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -55,7 +57,9 @@ class Triton:
                 with contextlib.suppress(ConnectionError):
                     self.send_response(triton.status)
                     self.end_headers()
-                    self.wfile.write(TRITON)
+                    for _ in range(triton.num_parts):
+                        self.wfile.write(TRITON)
+                        time.sleep(triton.pause_s)
 
             def log_message(self, *args: object) -> None:
                 pass
@@ -260,3 +264,13 @@ def test_a_triton_that_is_silent_is_given_up(
             page.read()
     finally:
         triton.may_answer.set()
+
+
+def test_a_triton_whose_page_comes_little_by_little_is_given_up(
+    page: MergedPage, triton: Triton, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(merged_page, "SCHEDULERS_S", 0.1)
+    monkeypatch.setattr(merged_page, "TRITON_S", 0.1)
+    triton.num_parts, triton.pause_s = 100, 0.02
+    with pytest.raises(NoPageError, match="cannot be read: it is not complete after"):
+        page.read()

@@ -60,11 +60,23 @@ class MergedPage:
         answers = ask_schedulers(paths, SCHEDULERS_S)
         triton_s = TRITON_S + max(deadline - time.monotonic(), 0.0)
         try:
-            triton = self._client.get(url, timeout=triton_s).raise_for_status().content
+            triton = self._get(url, triton_s)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise NoPageError(f"tritonserver's metrics cannot be read: {error}") from None
         places = [(path.parts[-3], path.parts[-2]) for path in paths]
         return triton + generate_latest(_Answers(dict(zip(places, answers, strict=True))))
+
+    def _get(self, url: str, timeout_s: float) -> bytes:
+        """Read a page. httpx limits each read only, so that the parts' time is checked here."""
+        deadline = time.monotonic() + timeout_s
+        page = bytearray()
+        with self._client.stream("GET", url, timeout=timeout_s) as reply:
+            reply.raise_for_status()
+            for part in reply.iter_bytes():
+                page += part
+                if time.monotonic() > deadline:
+                    raise httpx.ReadTimeout(f"it is not complete after {timeout_s:.1f} s")
+        return bytes(page)
 
     def close(self) -> None:
         """Close the connections."""
