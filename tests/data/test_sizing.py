@@ -152,6 +152,12 @@ def test_a_given_size_that_the_machine_does_not_have_is_a_clear_error(
         Runner(args, log=lambda line: None)
 
 
+def test_a_size_that_no_device_counts_is_a_clear_error(checkpoint: Checkpoint) -> None:
+    _, models = loaded(arguments(checkpoint("LlamaForCausalLM")))
+    with pytest.raises(ConfigError, match=r"cannot be allocated on meta: \d+ bytes are more than"):
+        models.allocate(2**53, torch.device("meta"))
+
+
 def test_on_a_gpu_the_cache_takes_what_its_share_leaves_beside_what_is_in_use(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:

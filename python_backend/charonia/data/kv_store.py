@@ -23,6 +23,7 @@ from charonia.data.ops.kv_format import FORMATS, format_name
 from charonia.protocol import BlockCopy, KVLayout
 
 _MADV_COLD = 20  # Linux, since 5.4
+_MAX_BYTES = 2**63 - 1
 
 PageShapes = tuple[tuple[int, ...], tuple[int, ...]]
 """Shapes of one block's keys and values; see `Ops.page_shapes`."""
@@ -161,12 +162,19 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     `torch.zeros` writes the zeros, which takes seconds at every start for a cache of gigabytes.
     Freshly mapped memory is zero anyway. Huge pages are requested because the first access to a
     page costs time in the middle of a step.
+
+    Raises:
+        OverflowError: 64 bits do not count its bytes. OSError, torch.OutOfMemoryError: there is not
+            so much memory.
     """
+    numbers = math.prod(shape)
+    num_bytes = numbers * dtype.itemsize
+    if num_bytes > _MAX_BYTES:  # for which torch would raise a mere RuntimeError
+        raise OverflowError(f"{num_bytes} bytes are more than {_MAX_BYTES}")
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    numbers = math.prod(shape)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    memory = mmap.mmap(-1, numbers * dtype.itemsize, flags=flags)
+    memory = mmap.mmap(-1, num_bytes, flags=flags)
     with contextlib.suppress(OSError):  # without huge pages, small ones will do
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype, count=numbers).view(shape)
