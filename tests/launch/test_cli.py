@@ -1,19 +1,25 @@
 """The `charonia` command as a person or a container uses it."""
 
+import contextlib
+import io
+import json
 import re
 import signal
 import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Self
 
 import httpx
 import pytest
 
 from charonia import __version__
+from charonia.launch.commands import generate
 from charonia.launch.commands.arguments import values
 from charonia.launch.commands.cli import main
 from charonia.launch.server.processes import find_by_argument
+from charonia_client import Chunk
 from support.behind_proxy import BEHIND_PROXY
 from support.leftovers import leftovers
 from support.long import long
@@ -214,3 +220,34 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--version"])
     assert exit_info.value.code == 0
     assert capsys.readouterr().out == f"charonia {__version__}\n"
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_what_the_terminals_encoding_lacks_is_escaped(
+    monkeypatch: pytest.MonkeyPatch, *, as_json: bool
+) -> None:
+    class Server:
+        """Answers with what ASCII lacks."""
+
+        def __init__(self, *args: object, **kwargs: object) -> None:
+            pass
+
+        def __enter__(self) -> Self:
+            return self
+
+        def __exit__(self, *args: object) -> None:
+            pass
+
+        @contextlib.contextmanager
+        def stream(self, *args: object) -> Iterator[list[Chunk]]:
+            yield [Chunk(text="Grüße 🐚", is_final=True)]
+
+    monkeypatch.setattr(generate, "Client", Server)
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", stdout)
+    assert main(["generate", "x", *(["--json"] if as_json else [])]) == 0
+    said = stdout.buffer.getvalue().decode("ascii")
+    if as_json:
+        assert json.loads(said)["text"] == "Grüße 🐚"
+    else:
+        assert said == "Gr\\xfc\\xdfe \\U0001f41a\n"

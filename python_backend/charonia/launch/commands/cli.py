@@ -6,6 +6,7 @@ imported when it is called.
 """
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -32,10 +33,14 @@ from charonia.launch.commands.log_printer import LogPrinter
 EXIT_FAILURE = 1
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
+_FAILING = ("strict", "surrogateescape")
+"""Error handlers of a stream that fail with what its encoding lacks."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in _FAILING:
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr does
     options = build_parser().parse_args(arguments)
     try:
         options.run(options)

@@ -3,8 +3,10 @@
 Owns how chunks are printed. Must not know how they travel (see charonia_client).
 """
 
+import codecs
 import dataclasses
 import json
+import sys
 
 from charonia.errors import ConfigError, LaunchError
 from charonia_client import CharoniaClientError, Client, Sampling
@@ -33,6 +35,7 @@ def generate(
         connection = Client(url, protocol=protocol, model=model_name)
     except ValueError as error:
         raise ConfigError(f"--{error}") from None
+    is_unicode = codecs.lookup(sys.stdout.encoding or "utf-8").name.startswith("utf")
     try:
         with (
             connection as client,
@@ -41,7 +44,7 @@ def generate(
             for chunk in chunks:
                 if as_json:
                     fields = {k: v for k, v in dataclasses.asdict(chunk).items() if v is not None}
-                    print(json.dumps(fields, ensure_ascii=False), flush=True)
+                    print(json.dumps(fields, ensure_ascii=not is_unicode), flush=True)
                 else:
                     print(chunk.text, end="\n" if chunk.is_final else "", flush=True)
     except CharoniaClientError as error:
