@@ -33,7 +33,12 @@ def add_generate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     generate.add_argument(
         "--url", metavar="U", help="host:port (default: 127.0.0.1:8001, with http 127.0.0.1:8000)"
     )
-    generate.add_argument("--model-name", default="scheduler", metavar="M")
+    generate.add_argument(
+        "--model-name",
+        default="scheduler",
+        metavar="M",
+        help="a model that streams: scheduler (default), llm, or a --served-model-name of serve",
+    )
     generate.add_argument("--json", action="store_true", help="print one JSON object per chunk")
     generate.set_defaults(run=_run_generate)
 
