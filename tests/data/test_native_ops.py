@@ -169,6 +169,20 @@ def test_the_largest_weight_of_an_output_and_its_opposite_are_exact_in_int8(
 
 
 @both_dtypes
+@in_8_bits
+def test_an_output_with_a_weight_that_is_not_finite_is_nan_and_the_others_are_not(
+    isa: str, dtype: torch.dtype, quantization: Quantization
+) -> None:
+    """As whole numbers such weights would be zeros, and nobody would notice."""
+    weight, rows = torch.randn(70, 96).to(dtype), torch.randn(3, 96).to(dtype)
+    expected = matrix_of(isa, weight, None, quantization)(rows, True)
+    weight[0, 0], weight[1, 95], weight[2, 40] = torch.nan, torch.inf, -torch.inf
+    actual = matrix_of(isa, weight, None, quantization)(rows, True)
+    assert actual[:, :3].isnan().all()
+    assert torch.equal(actual[:, 3:], expected[:, 3:])
+
+
+@both_dtypes
 @pytest.mark.parametrize("inputs", [48, 1026, 2100])
 def test_rows_are_rounded_group_by_group_and_sums_added_up_in_order(
     isa: str, dtype: torch.dtype, inputs: int

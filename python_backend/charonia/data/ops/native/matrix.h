@@ -527,9 +527,11 @@ class Matrix {
         spread<kStep>(row, data<T>(panels_) + first, column, [](T x) { return x; });
         continue;
       }
-      float largest = 0.0f;
-      for (int64_t k = 0; k < inputs; ++k)
-        largest = std::max(largest, std::fabs(to_float(row[k])));
+      float largest = 0.0f;  // NaN where a weight is, which would be a whole number like others
+      for (int64_t k = 0; k < inputs; ++k) {
+        const float size = std::fabs(to_float(row[k]));
+        if (size > largest || std::isnan(size)) largest = size;
+      }
       const float step = largest / 127.0f;
       steps_[panel * kColumns + column] = step;
       const auto whole = [step](T x) -> int64_t {
