@@ -1,7 +1,7 @@
 """The start of every model's process.
 
 Owns the log of the process, the closing of connections that it inherits from tritonserver, and its
-end after tritonserver's. Must not know models.
+end, and that of tritonserver's other processes, after tritonserver's. Must not know models.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ import stat
 import sys
 import threading
 import time
+from pathlib import Path
 
 from charonia.events import Log, level_of
 from charonia.log_level import LevelFile
@@ -49,22 +50,61 @@ def start(model_name: str) -> Log:
 
 
 def end_with(server: int) -> None:
-    """End this process at most `OUTLIVES_S` after a tritonserver that was killed.
+    """End this process, and others of its tritonserver, soon after a tritonserver that was killed.
 
-    Triton's stub (2.51.0) notices that, and then waits for each thread that sends something. One
-    that waits for tritonserver to read a metric waits for ever.
+    Triton's stub (2.51.0) notices the end, and then waits for each thread that sends something. One
+    that waits for tritonserver to read a metric waits for ever. So does a stub that has just been
+    started. One that waits for a lock which tritonserver had may hold the interpreter's lock, so
+    that no thread of its process can end it. Another process of that tritonserver does, then.
+
+    Args:
+        server: the parent, which is another process if tritonserver has ended already.
     """
     try:
         end = os.pidfd_open(server)
-    except OSError:  # it has ended already, or Linux is older than 5.3
+    except ProcessLookupError:
+        _end_others()
+        os._exit(1)
+    except OSError:  # Linux is older than 5.3
         return
+    if _has_adopted(server):
+        _end_others()
+        os._exit(1)
 
     def follow() -> None:
         select.select([end], [], [])
+        _end_others()
         time.sleep(OUTLIVES_S)
         os._exit(1)
 
     threading.Thread(target=follow, name="charonia-end", daemon=True).start()
+
+
+def _has_adopted(parent: int) -> bool:
+    """Return whether a parent got this process from a tritonserver that has ended.
+
+    A process has the session of the tritonserver that started it. `charonia serve` gives each
+    tritonserver a session of its own, so whoever adopts its processes has another one.
+    """
+    try:
+        return os.getsid(parent) != os.getsid(0)
+    except ProcessLookupError:
+        return True
+
+
+def _end_others() -> None:
+    """Start a process that kills this group in `OUTLIVES_S`, if only tritonserver's are in it.
+
+    This process may end sooner. The new one belongs to the group, whose number cannot be
+    another group's by then.
+    """
+    # Triton's stub has the pid of tritonserver among its arguments.
+    arguments = Path("/proc/self/cmdline").read_bytes().split(b"\0")
+    if str(os.getpgrp()).encode() not in arguments:
+        return
+    command = ["sh", "-c", f"sleep {OUTLIVES_S:g}; kill -s KILL 0"]
+    with contextlib.suppress(OSError):  # it cannot be started: each ends alone
+        os.posix_spawn("/bin/sh", command, os.environ)
 
 
 def headed(model_name: str, text: str) -> str:
