@@ -20,6 +20,7 @@ CASE = AttentionCase(seed=0, rows=[(20, 1), (0, 5)])
 INPUTS = CASE.inputs(torch.float32)
 PAGES = packed(INPUTS.pages)
 TOKENS, BLOCKS = 6, len(PAGES.keys)
+LARGEST = torch.iinfo(torch.int64).max
 Wrong = dict[str, Callable[[], Any]]
 """What must be said, and what must say it."""
 
@@ -163,6 +164,10 @@ def test_a_step_that_would_read_or_write_elsewhere_is_refused() -> None:
             ),
             f"block_tables has {BLOCKS}; there are": lambda: run(
                 begin(block_tables=with_one(tables, BLOCKS))
+            ),
+            f"slots has {LARGEST}": lambda: run(begin(slots=with_one(batch.slots, LARGEST))),
+            f"block_tables has {LARGEST}": lambda: run(
+                begin(block_tables=with_one(tables, LARGEST))
             ),
             "context_lens has 33; block_tables has 2 blocks of 16": lambda: run(
                 begin(context_lens=[33, 5])
@@ -329,6 +334,7 @@ def test_draws_outside_of_the_vocabulary_are_refused() -> None:
             "token 31": lambda: draw([good, sampling(min_tokens=1, stop_ids=[31])]),
             "token 32": lambda: draw([good, sampling(bad_words=[[32]])]),
             "token 33; there are 30": lambda: draw([good, sampling(allowed_ids=[33, 2])]),
+            f"token {LARGEST}; there are 30": lambda: draw([good, sampling(bias={LARGEST: 1.0})]),
             "no token -3": lambda: sampling(allowed_ids=[2, -3]),
             "no token -1": lambda: sampling(stop_ids=[-1]),
             "no token -2": lambda: sampling(bias={-2: 1.0}),

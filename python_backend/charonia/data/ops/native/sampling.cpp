@@ -46,7 +46,7 @@ void penalize(float* logits, int64_t vocab, const Sampling& sampling, const Hist
 }
 
 void edit(float* logits, int64_t vocab, const Sampling& sampling, const History& history) {
-  require(sampling.end_of_ids <= vocab, "parameters name token ", sampling.end_of_ids - 1,
+  require(sampling.largest_id < vocab, "parameters name token ", sampling.largest_id,
           "; there are ", vocab);
   for (const auto& [id, bias] : sampling.logit_bias) logits[id] += static_cast<float>(bias);
   if (history.num_output() < sampling.min_tokens)

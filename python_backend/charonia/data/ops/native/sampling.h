@@ -22,9 +22,9 @@ struct Sampling {
   std::vector<int64_t> allowed_ids;  // none: all; `check` sorts them
   int64_t min_tokens;
   std::vector<int64_t> stop_ids;
-  int64_t end_of_ids = 0;  // all token ids in here are below
+  int64_t largest_id = -1;  // of all token ids in here
 
-  // Raises what the parameters' own ranges rule out, sorts, and finds `end_of_ids`.
+  // Raises what the parameters' own ranges rule out, sorts, and finds `largest_id`.
   void check() {
     require(cut.temperature >= 0 && std::isfinite(cut.temperature), "temperature is ",
             cut.temperature);
@@ -58,7 +58,7 @@ struct Sampling {
  private:
   void include(int64_t id) {
     require(id >= 0, "there is no token ", id);
-    end_of_ids = std::max(end_of_ids, id + 1);
+    largest_id = std::max(largest_id, id);
   }
 };
 

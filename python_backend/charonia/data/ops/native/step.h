@@ -30,8 +30,8 @@ struct Step {
     require_tensor(this->sin, "sin", this->cos.scalar_type(),
                    {this->cos.size(0), this->cos.size(1)});
     require_below(data<int64_t>(this->positions), num_tokens(), this->cos.size(0), "positions");
-    end_of_slots_ = end_of(this->slots);
-    end_of_blocks_ = end_of(this->block_tables);
+    last_slot_ = last_of(this->slots);
+    last_block_ = last_of(this->block_tables);
   }
 
   int64_t num_tokens() const { return positions.size(0); }
@@ -46,10 +46,10 @@ struct Step {
       });
     });
     const int64_t blocks = pages.first.size(0);
-    require(end_of_slots_ <= blocks * block_size, "slots has ", end_of_slots_ - 1, "; there are ",
-            blocks, " blocks of ", block_size);
-    require(end_of_blocks_ <= blocks, "block_tables has ", end_of_blocks_ - 1, "; there are ",
-            blocks, " blocks");
+    require(last_slot_ < blocks * block_size, "slots has ", last_slot_, "; there are ", blocks,
+            " blocks of ", block_size);
+    require(last_block_ < blocks, "block_tables has ", last_block_, "; there are ", blocks,
+            " blocks");
     require(longest_ <= block_tables.size(1) * block_size, "context_lens has ", longest_,
             "; block_tables has ", block_tables.size(1), " blocks of ", block_size,
             " for each row");
@@ -86,7 +86,8 @@ struct Step {
     }
   }
 
-  static int64_t end_of(const at::Tensor& numbers) {
+  // The largest, or -1 of none.
+  static int64_t last_of(const at::Tensor& numbers) {
     const int64_t* first = data<int64_t>(numbers);
     int64_t least = 0, most = -1;
     for (int64_t i = 0; i < numbers.numel(); ++i) {
@@ -94,10 +95,10 @@ struct Step {
       most = std::max(most, first[i]);
     }
     require(least >= 0, "slots and block_tables must not have ", least);
-    return most + 1;
+    return most;
   }
 
-  int64_t end_of_slots_ = 0, end_of_blocks_ = 0, longest_ = 0;
+  int64_t last_slot_ = -1, last_block_ = -1, longest_ = 0;
   mutable int64_t block_size_ = 0;  // of ends_of_blocks_
   mutable std::vector<int64_t> ends_of_blocks_;
 };
