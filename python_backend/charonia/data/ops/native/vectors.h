@@ -119,7 +119,8 @@ inline Floats exp(Floats x) {
   for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 0.5f})
     p = p * r + c;
   p = p * r * r + r + 1.0f;
-  const Floats result = bits<Floats>(bits<Ints>(p) + (bits<Ints>(shifted) << 23));
+  // As words, which wrap around where they overflow: for an x that is replaced below they may.
+  const Floats result = bits<Floats>(bits<Words>(p) + (bits<Words>(shifted) << 23));
   const Floats bounded = x > splat(88.0f) ? splat(std::numeric_limits<float>::infinity()) : result;
   return x < splat(-87.0f) ? Floats{} : (x == x ? bounded : x);
 }
@@ -137,7 +138,7 @@ inline Floats exp2(Floats x) {
   const __mmask16 is_some = _mm512_cmp_ps_mask(x, splat(-126.0f), _CMP_NLT_UQ);
   return _mm512_maskz_scalef_ps(is_some, p, n);
 #else
-  const Floats result = bits<Floats>(bits<Ints>(p) + (bits<Ints>(shifted) << 23));
+  const Floats result = bits<Floats>(bits<Words>(p) + (bits<Words>(shifted) << 23));
   return x < splat(-126.0f) ? Floats{} : (x == x ? result : x);
 #endif
 }
