@@ -199,6 +199,7 @@ ChoiceFields fields_of(const Choice& choice) {
 void set_choice(Matrix& matrix, const ChoiceFields& fields) {
   const auto choice = std::make_from_tuple<Choice>(fields);
   choice.require_sound();
+  const auto turn = take_turn();  // products read it in theirs
   matrix.choice = choice;
 }
 
