@@ -22,28 +22,32 @@ namespace charonia {
 
 // ------------------------------------------------------------------------------- row by row
 
-// to = x / rms(x) * weight (Zhang, Sennrich 2019, arXiv 1910.07467) over `size` numbers.
-template <class T>
-void normalize(const T* x, const T* weight, float eps, int64_t size, T* to) {
-  Floats squares = {};
+// residual += x, where there is one; to = residual / rms(residual) * weight (Zhang, Sennrich 2019,
+// arXiv 1910.07467); all over `size` numbers. Squares are added up in four chains, so that none is
+// waited for.
+template <bool kAdds, class T>
+[[gnu::noinline]] void normalize_row(T* residual, const T* x, const T* weight, float eps,
+                                     int64_t size, T* to) {
+  constexpr int kChains = 4;
+  Floats squares[kChains] = {};
+  const auto take = [&](int64_t i, Floats& chain) {
+    if constexpr (kAdds) narrow(residual + i, widen(residual + i) + widen(x + i));
+    const Floats v = widen(residual + i);
+    chain += v * v;
+  };
   int64_t i = 0;
-  for (; i + kLanes <= size; i += kLanes) {
-    const Floats v = widen(x + i);
-    squares += v * v;
+  for (; i + kChains * kLanes <= size; i += kChains * kLanes)
+    for (int chain = 0; chain < kChains; ++chain) take(i + chain * kLanes, squares[chain]);
+  for (; i + kLanes <= size; i += kLanes) take(i, squares[0]);
+  float total = sum((squares[0] + squares[1]) + (squares[2] + squares[3]));
+  for (; i < size; ++i) {
+    if constexpr (kAdds) residual[i] = rounded<T>(to_float(residual[i]) + to_float(x[i]));
+    total += to_float(residual[i]) * to_float(residual[i]);
   }
-  float total = sum(squares);
-  for (int64_t j = i; j < size; ++j) total += to_float(x[j]) * to_float(x[j]);
   const float factor = 1.0f / std::sqrt(total / static_cast<float>(size) + eps);
   for (i = 0; i + kLanes <= size; i += kLanes)
-    narrow(to + i, widen(x + i) * factor * widen(weight + i));
-  for (; i < size; ++i) to[i] = rounded<T>(to_float(x[i]) * factor * to_float(weight[i]));
-}
-
-template <class T>
-void add(T* to, const T* x, int64_t size) {
-  int64_t i = 0;
-  for (; i + kLanes <= size; i += kLanes) narrow(to + i, widen(to + i) + widen(x + i));
-  for (; i < size; ++i) to[i] = rounded<T>(to_float(to[i]) + to_float(x[i]));
+    narrow(to + i, widen(residual + i) * factor * widen(weight + i));
+  for (; i < size; ++i) to[i] = rounded<T>(to_float(residual[i]) * factor * to_float(weight[i]));
 }
 
 // residual += x (where there is one), to = norm(residual); all [rows, size].
@@ -52,8 +56,11 @@ void add_and_normalize(T* residual, const T* x, const T* weight, float eps, int6
                        int64_t size, T* to) {
   const Timed timed(Phase::kNorm);
   for_rows(rows, [&](int64_t row) {
-    if (x) add(residual + row * size, x + row * size, size);
-    normalize(residual + row * size, weight, eps, size, to + row * size);
+    T* const its = residual + row * size;
+    if (x)
+      normalize_row<true>(its, x + row * size, weight, eps, size, to + row * size);
+    else
+      normalize_row<false>(its, x, weight, eps, size, to + row * size);
   });
 }
 
@@ -220,9 +227,12 @@ class Attention {
     const std::vector<int64_t>& ends = step.ends_of_blocks(pages.block_size);
     const auto count = static_cast<int64_t>(ends.size());
     const auto some = [&](int64_t first, int64_t last) {
-      for (int64_t row = first ? ends[first - 1] : 0; row < ends[last - 1]; ++row) {
-        rotate(qkv + row * qkv_.outputs, data<int64_t>(step.positions)[row], step);
-        write(qkv + row * qkv_.outputs, data<int64_t>(step.slots)[row], pages);
+      for (int64_t block = first; block < last; ++block) {
+        const int64_t begin = block ? ends[block - 1] : 0, end = ends[block];
+        for (int64_t row = begin; row < end; ++row)
+          rotate(qkv + row * qkv_.outputs, data<int64_t>(step.positions)[row], step);
+        const int64_t* const slots = data<int64_t>(step.slots) + begin;
+        write(qkv + begin * qkv_.outputs, end - begin, slots, pages);
       }
     };
     if (count < kFew) {
@@ -241,17 +251,20 @@ class Attention {
     for (int64_t head = 0; head < shape_.heads + shape_.kv_heads; ++head) {
       T* const at = qkv + head * head_dim;
       const auto& norm = head < shape_.heads ? query_norm_ : key_norm_;
-      if (norm) normalize(at, data<T>(norm->weight), norm->eps, head_dim, at);
+      if (norm)
+        normalize_row<false, T>(at, nullptr, data<T>(norm->weight), norm->eps, head_dim, at);
       rotate_head(at, cos, sin, half);
     }
   }
 
+  // Keys and values of `count` tokens of one block.
   template <class T, class P>
-  void write(const T* qkv, int64_t slot, const P& pages) const {
+  void write(const T* qkv, int64_t count, const int64_t* slots, const P& pages) const {
     const int64_t head_dim = shape_.head_dim;
     const T* key = qkv + shape_.heads * head_dim;
+    const int64_t stride = qkv_.outputs, to_value = shape_.kv_heads * head_dim;
     for (int64_t head = 0; head < shape_.kv_heads; ++head, key += head_dim)
-      pages.write(slot, head, key, key + shape_.kv_heads * head_dim, head_dim);
+      pages.write(slots, count, head, key, key + to_value, stride, head_dim);
   }
 
   Norm norm_;

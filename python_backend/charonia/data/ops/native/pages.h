@@ -8,6 +8,7 @@
 #include <cmath>
 #include <limits>
 #include <stdexcept>
+#include <type_traits>
 #include <utility>
 
 #include "check.h"
@@ -32,11 +33,21 @@ inline bf16 finite(bf16 x) {
   return is_finite(x) ? x : rounded<bf16>(finite(to_float(x)));
 }
 
-// Of all of them at once, as hardly ever is one that is not.
+// Of all of them at once, as hardly ever is one that is not: the largest of their exponents.
 template <class T>
 bool are_finite(const T* x, int64_t count) {
+  constexpr bool is_float = std::is_same_v<T, float>;
+  using Bits = std::conditional_t<is_float, Words, Shorts>;
+  constexpr auto kExponent = is_float ? 0x7f800000 : 0x7f80;
+  Bits most = {};
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    const Bits exponents = load<Bits>(x + i) & kExponent;
+    most = exponents > most ? exponents : most;
+  }
   bool all = true;
-  for (int64_t i = 0; i < count; ++i) all &= is_finite(x[i]);
+  for (int lane = 0; lane < kLanes; ++lane) all &= most[lane] != kExponent;
+  for (; i < count; ++i) all &= is_finite(x[i]);
   return all;
 }
 
@@ -93,7 +104,53 @@ struct Pages {
 
   int64_t block(int64_t id, int64_t head) const { return (id * kv_heads + head) * dim * block_size; }
 
-  void write(int64_t slot, int64_t head, const T* key, const T* value, int64_t head_dim) const {
+  // Keys and values [head_dim] of `count` tokens of one block, `stride` apart.
+  void write(const int64_t* slots, int64_t count, int64_t head, const T* key, const T* value,
+             int64_t stride, int64_t head_dim) const {
+    if constexpr (kHasTransposition<T>)
+      if (count == kLanes && slots[0] % kLanes == 0 && are_consecutive(slots, count) &&
+          head_dim % (2 * kLanes) == 0 && are_finite(key, count, stride, head_dim) &&
+          are_finite(value, count, stride, head_dim))
+        return write_together(slots[0], head, key, value, stride, head_dim);
+    for (int64_t i = 0; i < count; ++i)
+      write_one(slots[i], head, key + i * stride, value + i * stride, head_dim);
+  }
+
+  int64_t groups() const { return 1; }
+
+  T* keys;
+  T* values;
+  int64_t kv_heads, block_size, dim;
+
+ private:
+  static bool are_consecutive(const int64_t* slots, int64_t count) {
+    for (int64_t i = 1; i < count; ++i)
+      if (slots[i] != slots[0] + i) return false;
+    return true;
+  }
+
+  static bool are_finite(const T* x, int64_t count, int64_t stride, int64_t head_dim) {
+    bool all = true;
+    for (int64_t i = 0; i < count; ++i) all &= charonia::are_finite(x + i * stride, head_dim);
+    return all;
+  }
+
+  // The same for kLanes tokens, whose numbers are a multiple of two vectors, and finite.
+  void write_together(int64_t slot, int64_t head, const T* key, const T* value, int64_t stride,
+                      int64_t head_dim) const {
+    const int64_t base = block(slot / block_size, head), offset = slot % block_size;
+    for (int64_t d = 0; d < head_dim; d += 2 * kLanes) {
+      T* const to = keys + base + (d / 2 * block_size + offset) * 2;
+      transpose_pairs(key + d, stride, to, block_size * 2);
+    }
+    for (int64_t i = 0; i < kLanes; i += 2, value += 2 * stride) {
+      T* const to = values + base + (offset + i) / 2 * dim * 2;
+      for (int64_t d = 0; d < head_dim; d += kLanes)
+        interleave(value + d, value + stride + d, to + 2 * d);
+    }
+  }
+
+  void write_one(int64_t slot, int64_t head, const T* key, const T* value, int64_t head_dim) const {
     const int64_t base = block(slot / block_size, head), offset = slot % block_size;
     const auto put = [&](auto&& stored) {
       T* to = keys + base + offset * kStep;
@@ -102,17 +159,11 @@ struct Pages {
       to = values + base + offset / kStep * dim * kStep + offset % kStep;
       for (int64_t d = 0; d < head_dim; ++d) to[d * kStep] = stored(value[d]);
     };
-    if (are_finite(key, head_dim) && are_finite(value, head_dim))
+    if (charonia::are_finite(key, head_dim) && charonia::are_finite(value, head_dim))
       put([](T x) { return x; });
     else
       put([](T x) { return finite(x); });
   }
-
-  int64_t groups() const { return 1; }
-
-  T* keys;
-  T* values;
-  int64_t kv_heads, block_size, dim;
 };
 
 template <class Code>
@@ -166,16 +217,20 @@ struct QuantizedPages {
     return reinterpret_cast<const bf16*>(behind_codes) + group * block_size;
   }
 
-  // key, value: [head_dim]. Tokens may share bytes of values with others of their block, so one thread writes to a block.
+  // Keys and values [head_dim] of `count` tokens of one block, `stride` apart. Tokens may share bytes
+  // of values with others of their block, so one thread writes to a block.
   template <class T>
-  void write(int64_t slot, int64_t head, const T* key, const T* value, int64_t head_dim) const {
-    const int64_t start = block(slot / block_size, head), offset = slot % block_size;
-    encode(keys, start, offset, key, head_dim, [&](int64_t d, uint8_t code) {
-      put_code<Code>(keys + start + (d / kStep * block_size + offset) * 4, d % kStep, code);
-    });
-    encode(values, start, offset, value, head_dim, [&](int64_t d, uint8_t code) {
-      put_code<Code>(values + start + (offset / kStep * dim + d) * 4, offset % kStep, code);
-    });
+  void write(const int64_t* slots, int64_t count, int64_t head, const T* key, const T* value,
+             int64_t stride, int64_t head_dim) const {
+    for (int64_t i = 0; i < count; ++i, key += stride, value += stride) {
+      const int64_t start = block(slots[i] / block_size, head), offset = slots[i] % block_size;
+      encode(keys, start, offset, key, head_dim, [&](int64_t d, uint8_t code) {
+        put_code<Code>(keys + start + (d / kStep * block_size + offset) * 4, d % kStep, code);
+      });
+      encode(values, start, offset, value, head_dim, [&](int64_t d, uint8_t code) {
+        put_code<Code>(values + start + (offset / kStep * dim + d) * 4, offset % kStep, code);
+      });
+    }
   }
 
   uint8_t* keys;
