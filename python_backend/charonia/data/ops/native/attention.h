@@ -51,23 +51,28 @@ class AttentionOverPages {
     int64_t queries = kMostQueries;
     while (cut(queries) < enough && queries > kFewestQueries) queries /= 2;
     if (items_.empty()) return;
+    const auto sees_less = [](const Item& a, const Item& b) { return a.seen < b.seen; };
+    const auto [least, most] = std::minmax_element(items_.begin(), items_.end(), sees_less);
+    const int64_t longest = most->seen;
+    const bool are_alike = longest <= 2 * least->seen;
     // Longest first, so that no thread is left alone with a long one.
-    std::stable_sort(items_.begin(), items_.end(),
-                     [](const Item& a, const Item& b) { return a.seen > b.seen; });
-    if (static_cast<int64_t>(items_.size()) >= enough || items_.front().seen <= chunk_ ||
+    if (!are_alike)
+      std::stable_sort(items_.begin(), items_.end(),
+                       [&](const Item& a, const Item& b) { return sees_less(b, a); });
+    if (static_cast<int64_t>(items_.size()) >= enough || longest <= chunk_ ||
         pool.num_threads() == 1) {
       const auto attend = [&](int64_t i) {
         const bool is_last = i + 1 == static_cast<int64_t>(items_.size());
         attend_whole(items_[i], is_last ? nullptr : &items_[i + 1]);
       };
-      if (items_.front().seen > 2 * items_.back().seen)
-        pool.run(items_.size(), attend);
-      else  // what lies together stays together
+      if (are_alike)  // a thread has rows whose queries, keys and values it has computed before
         pool.run_ranges(items_.size(), [&](int64_t i, int64_t end) {
           for (; i < end; ++i) attend(i);
         });
+      else
+        pool.run(items_.size(), attend);
     } else {
-      attend_split(pool);
+      attend_split(pool, longest);
     }
   }
 
@@ -146,13 +151,13 @@ class AttentionOverPages {
 
   // Compute some chunks of all items, then merge their results in order, and so on: a longer
   // context takes no more memory. Place 0 has what is merged, and chunk 0 goes there at once.
-  void attend_split(Pool& pool) {
+  void attend_split(Pool& pool, int64_t longest) {
     int64_t size = 0;  // of the results of one chunk of each item
     for (Item& item : items_) {
       item.results = size;
       size += size_of_results(item.tokens * group_);
     }
-    const int64_t chunks = num_chunks(items_.front());  // the longest
+    const int64_t chunks = (longest + chunk_ - 1) / chunk_;
     const int64_t at_once = std::clamp<int64_t>(kMostNumbers / size, 1, chunks);
     float* const memory = scratch.partial.get<float>((1 + at_once) * size);
     const auto at = [&](const Item& item, int64_t place) {
