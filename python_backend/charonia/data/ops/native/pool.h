@@ -4,11 +4,13 @@
 
 #include <pthread.h>
 #include <sched.h>
+#include <sys/mman.h>
 
 #include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <cstdlib>
 #include <exception>
 #include <functional>
 #include <limits>
@@ -300,19 +302,37 @@ class Timed {
   std::chrono::steady_clock::time_point start_;
 };
 
-// Memory that only grows, for what lives within one operation.
+// Memory that only grows, for what lives within one operation. In huge pages where it is large: tiles
+// take rows that lie far apart, and with small pages each of these needs a translation of its own.
 class Scratch {
  public:
+  Scratch() = default;
+  Scratch(const Scratch&) = delete;
+  ~Scratch() { std::free(memory_); }
+
   template <class T>
   T* get(int64_t count) {
-    const size_t bytes = static_cast<size_t>(count) * sizeof(T) + 64;
-    if (bytes > memory_.size()) memory_ = std::vector<char>(bytes);
-    const auto address = reinterpret_cast<uintptr_t>(memory_.data());
-    return reinterpret_cast<T*>((address + 63) & ~uintptr_t{63});
+    const size_t bytes = static_cast<size_t>(count) * sizeof(T);
+    if (bytes > size_) grow(bytes);
+    return static_cast<T*>(memory_);
   }
 
  private:
-  std::vector<char> memory_;
+  static constexpr size_t kHugePage = 2 << 20, kLarge = 256 << 10;
+
+  void grow(size_t bytes) {
+    const size_t alignment = bytes < kLarge ? 64 : kHugePage;
+    const size_t size = (bytes + alignment - 1) / alignment * alignment;
+    std::free(std::exchange(memory_, nullptr));
+    size_ = 0;
+    memory_ = std::aligned_alloc(alignment, size);
+    if (!memory_) throw std::bad_alloc();
+    if (alignment == kHugePage) madvise(memory_, size, MADV_HUGEPAGE);  // a wish
+    size_ = size;
+  }
+
+  void* memory_ = nullptr;
+  size_t size_ = 0;
 };
 
 // Scratch memory is shared by all models of a process, so one operation runs at a time. It is never
