@@ -152,8 +152,11 @@ class Matrix {
   static constexpr int64_t kWideDepth = 1024;  // inputs whose weights are widened at a time
   static constexpr int64_t kNeverWidened = std::numeric_limits<int64_t>::max();  // rows
 
-  // With AMX: so many bytes of x, half of the second-level cache, but some tiles at least.
+  // With AMX: so many bytes of x, half of the second-level cache. Where these are few rows, because
+  // they are long, more rows and some panels take turns with a block of the inputs.
   static constexpr int64_t kBytesAtOnce = 1 << 20, kTileRows = 32;
+  static constexpr int64_t kFewestRowsAtOnce = 256, kRowsOfLong = 384, kPanelsOfLong = 16;
+  static constexpr int64_t kInputsOfBlock = 640;  // their weights stay in the first-level cache
 
   // Call f with a value of the format of weights.
   template <class F>
@@ -191,10 +194,12 @@ class Matrix {
   template <class Sum, class Out>
   class WaitingSums {
    public:
+    using Number = std::conditional_t<std::is_same_v<Sum, Floats>, float, int32_t>;
+
     explicit WaitingSums(const Out& out) : out_(out) {}
 
     // Where those of the next rows go.
-    auto* next() { return reinterpret_cast<Number*>(sums_[side_ ^ 1]); }
+    Number* next() { return reinterpret_cast<Number*>(sums_[side_ ^ 1]); }
     Sum (&row(int64_t r))[kVectors] { return sums_[side_ ^ 1][r]; }
 
     // They are there; all before them were handed out.
@@ -218,19 +223,17 @@ class Matrix {
     void hand_out_all() { hand_out(count_); }
 
    private:
-    using Number = std::conditional_t<std::is_same_v<Sum, Floats>, float, int32_t>;
-
     const Out& out_;
     alignas(64) Sum sums_[2][kTileRows][kVectors];
     int side_ = 0;
     int64_t first_row_ = 0, panel_ = 0, group_ = 0, count_ = 0, given_ = 0;
   };
 
-  // Some rows of x [num_rows][depth], and a panel of weights.
+  // Some rows of x [num_rows][depth], and some panels of weights.
   template <class F>
   struct Part {
     const typename F::Input* x;
-    int64_t first_row, num_rows, panel;
+    int64_t first_row, num_rows, panel, num_panels;
     const typename F::Stored* weights;
   };
 
@@ -329,15 +332,17 @@ class Matrix {
     constexpr bool is_by_tiles =
         kHasTiles && (std::is_same_v<Input, bf16> || std::is_same_v<Input, Digit>);
     const int64_t depth = this->depth();
-    const int64_t at_once = is_by_tiles ? tile_rows_at_once(depth * sizeof(Input)) : kRowsAtOnce;
+    const auto [at_once, together] = is_by_tiles ? tiles_at_once<F>() : AtOnce{kRowsAtOnce, 1};
     const int64_t parts = (rows + at_once - 1) / at_once;
     const auto* const panels = data<typename F::Stored>(panels_);
     Pool::get().run_ranges(parts * num_panels, [&](int64_t first_task, int64_t last_task) {
       const auto each_part = [&](auto&& multiply_part) {
-        for (int64_t task = first_task; task < last_task; ++task) {
+        for (int64_t task = first_task, count = 0; task < last_task; task += count) {
           const int64_t index = task / num_panels, panel = task % num_panels;
           const int64_t first = index * rows / parts, end = (index + 1) * rows / parts;
-          multiply_part(Part<F>{x + first * depth, first, end - first, panel,
+          count = end - first > kTileRows ? std::min(together, num_panels - panel) : 1;
+          count = std::min(count, last_task - task);
+          multiply_part(Part<F>{x + first * depth, first, end - first, panel, count,
                                 panels + panel * kColumns * depth});
         }
       };
@@ -359,8 +364,16 @@ class Matrix {
     });
   }
 
-  static int64_t tile_rows_at_once(int64_t bytes_of_row) {
-    return std::max<int64_t>(kBytesAtOnce / bytes_of_row / kTileRows, 4) * kTileRows;
+  struct AtOnce {
+    int64_t rows, panels;
+  };
+  template <class F>
+  AtOnce tiles_at_once() const {
+    const int64_t rows = kBytesAtOnce / (depth() * sizeof(typename F::Input)) / kTileRows * kTileRows;
+    // Whole numbers have groups, which are as good as blocks, and not cut again.
+    constexpr bool is_whole = std::is_same_v<F, WholeFormat>;
+    if (rows < kFewestRowsAtOnce && !is_whole) return {kRowsOfLong, kPanelsOfLong};
+    return {std::max(rows, 4 * kTileRows), 1};
   }
 
   template <class F, class Out>
@@ -418,21 +431,55 @@ class Matrix {
     }
   }
 
-  // The same with AMX. Sums are handed out late, some rows at each step of the next products, so that
-  // the vectors work while the tiles do. Meanwhile what is multiplied next is brought near: with few
-  // rows the panel that is read, else the next one, some of it at each step of all rows. Int8
-  // weights that are to be widened are so by the first rows on their way.
+  // The same with AMX, and with several panels. Sums are handed out late, some rows at each step of
+  // the next products, so that the vectors work while the tiles do. Meanwhile what is multiplied
+  // next is brought near, some of it with each product.
+  //
+  // With up to sixteen rows they wait for memory, and all goes to the first-level cache. With more,
+  // weights pass it, and it has the rows. With more than thirty-two, rows pass it, and
+  // it has a panel's weights of some inputs, a block, with which all rows are multiplied before the
+  // next block. Sums that wait for it are kept. Int8 weights that are to be widened are so by the
+  // first rows on their way.
   template <class F, class Registers, class Waiting>
   void multiply_by_tiles(Registers& tiles, const Part<F>& part, Waiting& waiting) const {
+    using Passing = typename Registers::Passing;
+    if (part.num_rows <= kTileRows / 2)
+      return multiply_block<F, Passing::kNeither>(tiles, part, waiting, Block{});
+    if (part.num_rows <= kTileRows)
+      return multiply_block<F, Passing::kColumns>(tiles, part, waiting, Block{});
+    Block block;
+    if (tiles_at_once<F>().panels > 1) block.count = (inputs + kInputsOfBlock - 1) / kInputsOfBlock;
+    for (; block.index < block.count; ++block.index)
+      for (block.panel = 0; block.panel < part.num_panels; ++block.panel)
+        multiply_block<F, Passing::kRows>(tiles, part, waiting, block);
+  }
+
+  // Some of the inputs, one of so many parts, of a panel of a part.
+  struct Block {
+    int64_t panel = 0, index = 0, count = 1;
+
+    bool is_last() const { return index + 1 == count; }
+    int64_t begin(int64_t steps) const { return index * steps / count; }
+    int64_t end(int64_t steps) const { return (index + 1) * steps / count; }
+  };
+
+  template <class F, auto kPassing, class Registers, class Waiting>
+  void multiply_block(Registers& tiles, const Part<F>& part, Waiting& waiting,
+                      const Block& block) const {
     using Input = typename F::Input;
     using Stored = typename F::Stored;
+    constexpr bool is_many = kPassing == Registers::Passing::kRows;
+    constexpr int kCache = kPassing == Registers::Passing::kNeither ? 3 : 2;  // or of which level
     constexpr bool is_widened = std::is_same_v<Stored, int8_t>;
+    constexpr auto kPass = !is_many && is_widened ? Registers::Passing::kNeither : kPassing;
     using Weight = std::conditional_t<is_widened, Input, Stored>;
     constexpr int64_t kDepth = Registers::template kDepth<Input>;
     constexpr int64_t kStep = kColumns * kDepth;  // weights
     constexpr int64_t kUnit = kLanes * F::kStored;
-    const Stored* const stored = part.weights;
     const int64_t depth = this->depth(), panel_size = kColumns * depth;
+    const int64_t rest = depth % kDepth, whole = depth - rest, all_steps = whole / kDepth;
+    const int64_t begin = block.begin(all_steps), end = block.end(all_steps);
+    const Stored* const stored = part.weights + block.panel * panel_size;
     Input* wide = nullptr;
     const Weight* w;
     if constexpr (is_widened) {
@@ -441,52 +488,73 @@ class Matrix {
     } else {
       w = stored;
     }
+    const auto widen_step = [&](int64_t step) {
+      if constexpr (is_widened) {
+        const int64_t from = step * kStep, to = std::min(from + kStep, panel_size);
+        for (int64_t i = from; i < to; i += 64) widen_64(stored + i, wide + i);
+      }
+    };
+    thread_local Scratch sums_memory;
+    typename Waiting::Number* kept = nullptr;  // of the rows of this panel
+    if (block.count > 1)
+      kept = sums_memory.get<typename Waiting::Number>(part.num_panels * part.num_rows * kColumns) +
+             block.panel * part.num_rows * kColumns;
+
     const int64_t num_tiles = (part.num_rows + kTileRows - 1) / kTileRows;
-    const int64_t rest = depth % kDepth, whole = depth - rest, all_steps = whole / kDepth;
     constexpr int64_t kLine = 64 / sizeof *stored;
-    const bool is_few = num_tiles == 1;
-    const int64_t distance =
-        is_few ? choice.ahead(part.num_rows) / static_cast<int64_t>(sizeof *stored) : panel_size;
+    const Stored* ahead;
+    if (!is_many)
+      ahead = stored + choice.ahead(part.num_rows) / static_cast<int64_t>(sizeof *stored);
+    else if (block.panel + 1 < part.num_panels)
+      ahead = stored + panel_size + begin * kStep;
+    else  // the next block of the first panel, or the panel behind the last
+      ahead = block.is_last() ? stored + panel_size : part.weights + end * kStep;
+    const int64_t lines = ((end - begin) * kStep + kLine - 1) / kLine;
+    // With few rows before a step's products wait for memory, with many beside each of them.
+    const int64_t times = num_tiles * (end - begin) * (is_many ? 4 : 1);
+    const int64_t per_time = times ? (lines + times - 1) / times * kLine : 0;
+    const Stored* const ahead_end = ahead + lines * kLine;
+    const auto bring_some = [&] {
+      const Stored* const to = std::min(ahead + per_time, ahead_end);
+      for (; ahead < to; ahead += kLine) __builtin_prefetch(ahead, 0, kCache);
+    };
     for (int64_t tile = 0, first = 0; tile < num_tiles; ++tile) {
       const int64_t height = (part.num_rows - first) / (num_tiles - tile);
-      const auto widen_step = [&](int64_t step) {
-        if constexpr (is_widened) {
-          const int64_t begin = step * kStep, end = std::min(begin + kStep, panel_size);
-          for (int64_t i = begin; i < end; i += 64) widen_64(stored + i, wide + i);
-        }
-      };
-      // This tile's part of what lies `distance` ahead.
-      const int64_t share = (panel_size / num_tiles + kLine - 1) / kLine * kLine;
-      const int64_t per_step =
-          all_steps ? (share + all_steps * kLine - 1) / (all_steps * kLine) * kLine : 0;
-      const Stored* ahead = stored + distance + tile * share;
       for (int64_t group = 0; group < num_groups<F>(); ++group) {
         const int64_t k = begin_of<F>(group), size = begin_of<F>(group + 1) - k;
-        const Input* x = part.x + first * depth + k;
+        const int64_t from = block.count > 1 ? begin : 0;
+        const int64_t steps = block.count > 1 ? end - begin : size / kDepth;
+        const int64_t rows_per_step = waiting.share(steps);
+        const Input* const x = part.x + first * depth + k;
         const Weight* const its = w + kColumns * k;
-        const int64_t steps = size / kDepth, rows_per_step = waiting.share(steps);
-        tiles.multiply(
-            height, x, depth, steps, kVectors,
+        auto* const own = kept ? kept + first * kColumns : nullptr;
+        tiles.template multiply<kPass>(
+            height, x + from * kDepth, depth, steps, kVectors,
             [&](int64_t v, int64_t step) -> typename Registers::template Right<Weight> {
-              return {its + step * kStep + v * kUnit, kVectors * kUnit};
+              return {its + (from + step) * kStep + v * kUnit, kVectors * kUnit};
             },
-            waiting.next(), kColumns,
+            block.index ? own : nullptr,
+            block.is_last() ? waiting.next() : own, kColumns,
             [&](int64_t, int64_t, int64_t step) {
-              for (const Stored* end = ahead + per_step; ahead < end; ahead += kLine)
-                is_few ? __builtin_prefetch(ahead, 0, 3) : __builtin_prefetch(ahead, 0, 2);
               if (tile == 0) {
-                if (step == 0) widen_step(0);
-                widen_step(step + 1);
+                if (step == 0) widen_step(from);
+                if (step + 1 < steps) widen_step(from + step + 1);
               }
+              if (!is_many) bring_some();
               waiting.hand_out(rows_per_step);
+            },
+            [&] {
+              if (is_many) bring_some();
             });
-        if (steps == 0 && tile == 0) widen_step(0);
+        if (!block.is_last()) continue;
+        if constexpr (is_widened)
+          if (rest && tile == 0) widen_step(all_steps);
         waiting.hand_out_all();
         if constexpr (std::is_same_v<Input, Weight>)
           if (rest)
             for (int64_t r = 0; r < height; ++r)
               add_rest(waiting.row(r), x + r * depth + whole, its + kColumns * whole, rest);
-        waiting.wait(part.first_row + first, height, part.panel, group);
+        waiting.wait(part.first_row + first, height, part.panel + block.panel, group);
       }
       first += height;
     }

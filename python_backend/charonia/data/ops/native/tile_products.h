@@ -31,7 +31,8 @@ class TileProducts {
   void score(const Side<F>& side, int64_t queries, int64_t blocks, float* scores) {
     const int64_t steps = (pages_.dim + kDepth - 1) / kDepth, count = blocks * per_block();
     const auto product = [&](const auto& tile, const auto& before) {
-      tiles_.multiply(queries, side.rows, side.stride, steps, count, tile, scores, stride_, before);
+      tiles_.multiply(queries, side.rows, side.stride, steps, count, tile, kFromZero, scores, stride_,
+                      before, [] {});
     };
     const auto nothing = [](int64_t, int64_t, int64_t) {};
     const auto tile = [&](int64_t i, int64_t step) { return keys_at(i, step); };
@@ -53,8 +54,8 @@ class TileProducts {
     const int64_t columns = pages_.dim / kLanes;
     const int64_t steps = (blocks * pages_.block_size + kDepth - 1) / kDepth;
     const auto product = [&](const auto& tile, const auto& before) {
-      tiles_.multiply(queries, side.rows, side.stride, steps, columns, tile, result, pages_.dim,
-                      before);
+      tiles_.multiply(queries, side.rows, side.stride, steps, columns, tile, kFromZero, result,
+                      pages_.dim, before, [] {});
     };
     if (has_few_queries_) {
       // Nobody else needs them, so they are laid into two places in turns.
@@ -83,6 +84,7 @@ class TileProducts {
  private:
   static constexpr int64_t kTile = kDepth * kLanes;  // numbers
   static constexpr int64_t kAhead = 4;               // blocks, of what is brought near
+  static constexpr const float* kFromZero = nullptr;
 
   int64_t num_blocks() const { return static_cast<int64_t>(blocks_.starts.size()); }
   int64_t num_steps() const { return (num_blocks() * pages_.block_size + kDepth - 1) / kDepth; }

@@ -48,22 +48,28 @@ class Tiles {
     if (first_ || second_) _tile_release();
   }
 
+  // Which side of a product is not needed soon again: it leaves the first-level cache to the other.
+  enum class Passing { kNeither, kRows, kColumns };
+
   // sums [rows][sum_stride], kLanes columns for each i < count, = x [rows][x_stride] times
-  // tile(i, step) over all steps of k; rows <= 2 kRows. Some i are multiplied together; before they
-  // are in a step, before(i, end, step) has its turn.
-  template <class N, class Sum, class Get, class Before>
+  // tile(i, step) over all steps of k, or = begun + that, where begun [rows][sum_stride] is not null;
+  // rows <= 2 kRows. Some i are multiplied together; before they are in a step,
+  // before(i, end, step) has its turn, and after each of their products meanwhile().
+  template <Passing kPassing = Passing::kNeither, class N, class Sum, class Get, class Before,
+            class Meanwhile>
   void multiply(int64_t rows, const N* x, int64_t x_stride, int64_t steps, int64_t count,
-                const Get& tile, Sum* sums, int64_t sum_stride, const Before& before) {
+                const Get& tile, const Sum* begun, Sum* sums, int64_t sum_stride,
+                const Before& before, const Meanwhile& meanwhile) {
     const int64_t more = std::max<int64_t>(rows - kRows, 0);
     shape(rows - more, more);
     const Left<N> left = {x, x + kRows * x_stride, x_stride};
-    const Sums<Sum> to = {sums, sums + kRows * sum_stride, sum_stride};
+    const Sums<Sum> to = {begun, sums, sum_stride};
     if (more)
-      multiply<2, 2>(left, steps, count, tile, to, before);
+      multiply<kPassing, 2, 2>(left, steps, count, tile, to, before, meanwhile);
     else if (count == 2)
-      multiply<1, 2>(left, steps, count, tile, to, before);
+      multiply<kPassing, 1, 2>(left, steps, count, tile, to, before, meanwhile);
     else
-      multiply<1, 4>(left, steps, count, tile, to, before);
+      multiply<kPassing, 1, 4>(left, steps, count, tile, to, before, meanwhile);
   }
 
  private:
@@ -82,7 +88,8 @@ class Tiles {
   };
   template <class Sum>
   struct Sums {
-    Sum *first, *second;
+    const Sum* begun;
+    Sum* ended;
     int64_t stride;
   };
 
@@ -96,53 +103,86 @@ class Tiles {
       asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kTo), "i"(kLeft), "i"(kRight));
   }
 
-  template <int kTall, int kWide, class N, class Sum, class Get, class Before>
+  template <bool kIsPassing, int kRegister, class N>
+  [[gnu::always_inline]] static void load_tile(const N* from, int64_t stride) {
+    const int64_t bytes = stride * static_cast<int64_t>(sizeof(N));
+    if constexpr (kIsPassing)
+      asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(bytes), "i"(kRegister));
+    else
+      asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(bytes), "i"(kRegister));
+  }
+
+  template <int kRegister, class Sum>
+  [[gnu::always_inline]] static void begin_sum(const Sum* begun, int64_t stride) {
+    if (begun)
+      load_tile<false, kRegister>(begun, stride);
+    else
+      asm volatile("tilezero %%tmm%c0" ::"i"(kRegister));
+  }
+
+  template <Passing kPassing, int kTall, int kWide, class N, class Sum, class Get, class Before,
+            class Meanwhile>
   void multiply(const Left<N>& left, int64_t steps, int64_t count, const Get& tile,
-                const Sums<Sum>& to, const Before& before) {
-    const int64_t left_bytes = left.stride * sizeof(N), bytes = to.stride * sizeof(Sum);
+                const Sums<Sum>& sums, const Before& before, const Meanwhile& meanwhile) {
+    constexpr bool kRowsPass = kPassing == Passing::kRows;
+    constexpr bool kColumnsPass = kPassing == Passing::kColumns;
+    const int64_t bytes = sums.stride * sizeof(Sum), below = kRows * sums.stride;
     for (int64_t i = 0; i < count; i += kWide) {
       const int64_t end = std::min<int64_t>(i + kWide, count);
       const auto load_6 = [&](int64_t j, int64_t step) {
         const auto right = tile(std::min(j, count - 1), step);  // past the end is not stored
-        _tile_loadd(6, right.first, right.unit * sizeof *right.first);
+        load_tile<kColumnsPass, 6>(right.first, right.unit);
       };
       const auto load_7 = [&](int64_t j, int64_t step) {
         const auto right = tile(std::min(j, count - 1), step);
-        _tile_loadd(7, right.first, right.unit * sizeof *right.first);
+        load_tile<kColumnsPass, 7>(right.first, right.unit);
       };
-      _tile_zero(0);
-      _tile_zero(1);
-      _tile_zero(2);
-      _tile_zero(3);
+      const auto begun = [&](int64_t j, int64_t rows_below) -> const Sum* {
+        return sums.begun ? sums.begun + rows_below + std::min(j, count - 1) * kLanes : nullptr;
+      };
+      begin_sum<0>(begun(i, 0), sums.stride);
+      begin_sum<1>(begun(i + 1, 0), sums.stride);
+      if constexpr (kTall == 2) {
+        begin_sum<2>(begun(i, below), sums.stride);
+        begin_sum<3>(begun(i + 1, below), sums.stride);
+      } else if constexpr (kWide == 4) {
+        begin_sum<2>(begun(i + 2, 0), sums.stride);
+        begin_sum<3>(begun(i + 3, 0), sums.stride);
+      }
       for (int64_t step = 0; step < steps; ++step) {
         before(i, end, step);
         asm volatile("" ::: "memory");  // rows and columns are written before they are loaded
-        _tile_loadd(4, left.first + step * kDepth<N>, left_bytes);
+        load_tile<kRowsPass, 4>(left.first + step * kDepth<N>, left.stride);
         load_6(i, step);
         add_products<N, 0, 4, 6>();
+        meanwhile();
         load_7(i + 1, step);
         add_products<N, 1, 4, 7>();
+        meanwhile();
         if constexpr (kTall == 2) {
-          _tile_loadd(5, left.second + step * kDepth<N>, left_bytes);
+          load_tile<kRowsPass, 5>(left.second + step * kDepth<N>, left.stride);
           add_products<N, 2, 5, 6>();
+          meanwhile();
           add_products<N, 3, 5, 7>();
+          meanwhile();
         } else if constexpr (kWide == 4) {
           load_6(i + 2, step);
           add_products<N, 2, 4, 6>();
+          meanwhile();
           load_7(i + 3, step);
           add_products<N, 3, 4, 7>();
+          meanwhile();
         }
       }
-      Sum* const first = to.first + i * kLanes;
-      _tile_stored(0, first, bytes);
-      if (i + 1 < end) _tile_stored(1, first + kLanes, bytes);
+      Sum* const to = sums.ended + i * kLanes;
+      _tile_stored(0, to, bytes);
+      if (i + 1 < end) _tile_stored(1, to + kLanes, bytes);
       if constexpr (kTall == 2) {
-        Sum* const second = to.second + i * kLanes;
-        _tile_stored(2, second, bytes);
-        if (i + 1 < end) _tile_stored(3, second + kLanes, bytes);
+        _tile_stored(2, to + below, bytes);
+        if (i + 1 < end) _tile_stored(3, to + below + kLanes, bytes);
       } else if constexpr (kWide == 4) {
-        if (i + 2 < end) _tile_stored(2, first + 2 * kLanes, bytes);
-        if (i + 3 < end) _tile_stored(3, first + 3 * kLanes, bytes);
+        if (i + 2 < end) _tile_stored(2, to + 2 * kLanes, bytes);
+        if (i + 3 < end) _tile_stored(3, to + 3 * kLanes, bytes);
       }
     }
   }
