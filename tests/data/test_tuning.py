@@ -90,9 +90,9 @@ def test_no_choice_changes_a_bit_of_a_result(
     alone = torch.cat([matrix(row[None], True) for row in x])
     # Distances do not depend on each other, so one list goes through both.
     choices = {
-        Choice(ahead, other, start)
+        Choice(ahead, other, start, tiles)
         for ahead, other in zip(AHEAD_BYTES, reversed(AHEAD_BYTES), strict=True)
-        for start in (None, 1, *MANY_ROWS)
+        for start, tiles in zip((None, 1, *MANY_ROWS), (1, 2, 7, 33, 500, 1, 9), strict=True)
     }
     for choice in choices:
         matrix.choice = astuple(choice)
@@ -146,8 +146,13 @@ def test_a_choice_is_for_large_matrices_of_its_format_and_inputs() -> None:
         kernels.choose(bf16, none, 512, astuple(before))
 
 
-@pytest.mark.parametrize("fields", [(0, 1, None), (1, 0, None), (1, 2**20 + 1, None), (1, 1, 0)])
-def test_a_choice_that_makes_no_sense_is_refused(fields: tuple[int, int, int | None]) -> None:
+@pytest.mark.parametrize(
+    "fields",
+    [(0, 1, None, 1), (1, 0, None, 1), (1, 2**20 + 1, None, 1), (1, 1, 0, 1), (1, 1, 1, 0)],
+)
+def test_a_choice_that_makes_no_sense_is_refused(
+    fields: tuple[int, int, int | None, int],
+) -> None:
     kernels = kernels_for(ISAS[0])
     matrix = matrix_of(ISAS[0], LARGE, None, None)
     with pytest.raises(ValueError, match="accepted are 1"):
@@ -244,6 +249,23 @@ def test_weights_are_widened_once_from_where_it_is_faster(
     assert tuning._widened_from(Choice(4096, 4096, usual), time_of) == expected
 
 
+@pytest.mark.parametrize(("crossing", "expected"), [(1, 1), (2, 2), (3, 4), (8, 8), (99, 9)])
+def test_tiles_are_used_from_where_they_are_as_fast(crossing: int, expected: int) -> None:
+    def time_of(rows: int, choice: Choice) -> float:
+        is_by_tiles = rows >= choice.tiles_from
+        return 1.0 if is_by_tiles == (rows >= crossing) else 1.1
+
+    assert tuning._tiles_from(DEFAULT, time_of) == expected
+
+
+def test_vectors_take_the_place_of_tiles_only_where_sums_are_exact() -> None:
+    for isa, dtype, quantization in itertools.product(ISAS, DTYPES, QUANTIZATIONS):
+        matrix = matrix_of(isa, torch.ones(2, 2, dtype=dtype), None, quantization)
+        is_exact = quantization == "w8a8"
+        assert matrix.may_do_without_tiles == ("amx" in isa and is_exact)
+        assert Choice(*matrix.default_choice).tiles_from == 1
+
+
 def measure_beside_a_model(isa: str) -> tuple[Choice, int, int]:
     """Measure between the matrices of a model.
 
@@ -272,6 +294,7 @@ def test_measuring_chooses_a_candidate_and_gives_its_memory_back() -> None:
     assert choice.ahead_of_one in AHEAD_BYTES
     assert choice.ahead_of_several in AHEAD_BYTES
     assert choice.widened_from in (None, *MANY_ROWS)
+    assert choice.tiles_from == 1
     assert taken < own + 24 * 2**20, f"{(taken - own) / 2**20:.0f} MiB"
 
 
@@ -405,6 +428,8 @@ def with_entry(**fields: Any) -> Callable[[str], str]:
         with_entry(ahead_of_one=None),
         with_entry(widened_from=0),
         with_entry(widened_from=False),
+        with_entry(tiles_from=0),
+        with_entry(tiles_from=None),
         with_entry(widened_from=True),
         with_entry(unknown=1),
     ],

@@ -24,6 +24,8 @@ struct Choice {
   int64_t ahead_of_one, ahead_of_several;
   // The number of rows from which on a panel's weights are widened once for all of them.
   std::optional<int64_t> widened_from;
+  // The number of rows from which on whole numbers are multiplied by tiles, and not by vectors.
+  int64_t tiles_from = 1;
 
   int64_t ahead(int64_t rows) const { return rows > 1 ? ahead_of_several : ahead_of_one; }
 
@@ -34,6 +36,8 @@ struct Choice {
               " bytes ahead; accepted are 1 to ", kMost);
     require(!widened_from || *widened_from > 0, "weights are widened once for ",
             widened_from.value_or(0), " rows or more; accepted are 1 and more");
+    require(tiles_from > 0, "tiles are used for ", tiles_from,
+            " rows or more; accepted are 1 and more");
   }
 };
 

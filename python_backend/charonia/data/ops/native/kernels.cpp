@@ -190,10 +190,10 @@ at::Tensor multiply_by(const Matrix& matrix, const at::Tensor& x, bool as_float3
 }
 
 // The fields of a Choice.
-using ChoiceFields = std::tuple<int64_t, int64_t, std::optional<int64_t>>;
+using ChoiceFields = std::tuple<int64_t, int64_t, std::optional<int64_t>, int64_t>;
 
 ChoiceFields fields_of(const Choice& choice) {
-  return {choice.ahead_of_one, choice.ahead_of_several, choice.widened_from};
+  return {choice.ahead_of_one, choice.ahead_of_several, choice.widened_from, choice.tiles_from};
 }
 
 void set_choice(Matrix& matrix, const ChoiceFields& fields) {
@@ -289,6 +289,7 @@ PYBIND11_MODULE(charonia_kernels, module) {
       .def_property_readonly(
           "default_choice", [](const Matrix& matrix) { return fields_of(matrix.default_choice()); })
       .def_property_readonly("may_widen", &Matrix::may_widen)
+      .def_property_readonly("may_do_without_tiles", &Matrix::may_do_without_tiles)
       .def("__call__", &multiply_by);
   module.attr("LEAST_WEIGHTS_TO_CHOOSE") = Choices::kLeastWeights;
   module.def("choose", &choose);

@@ -88,6 +88,10 @@ class Matrix {
     return result;
   }
 
+  // Whether products may be by vectors where they usually are by tiles. Those of whole numbers may:
+  // their sums are exact.
+  bool may_do_without_tiles() const { return kHasTiles && quantization == Quantization::kW8a8; }
+
   // Where nothing was measured.
   Choice default_choice() const {
     Choice result = {kAheadBytes, kAheadBytes, std::nullopt};
@@ -332,7 +336,9 @@ class Matrix {
     constexpr bool is_by_tiles =
         kHasTiles && (std::is_same_v<Input, bf16> || std::is_same_v<Input, Digit>);
     const int64_t depth = this->depth();
-    const auto [at_once, together] = is_by_tiles ? tiles_at_once<F>() : AtOnce{kRowsAtOnce, 1};
+    constexpr bool is_whole = std::is_same_v<F, WholeFormat>;
+    const bool by_tiles = is_by_tiles && (!is_whole || rows >= choice.tiles_from);
+    const auto [at_once, together] = by_tiles ? tiles_at_once<F>() : AtOnce{kRowsAtOnce, 1};
     const int64_t parts = (rows + at_once - 1) / at_once;
     const auto* const panels = data<typename F::Stored>(panels_);
     Pool::get().run_ranges(parts * num_panels, [&](int64_t first_task, int64_t last_task) {
@@ -347,19 +353,20 @@ class Matrix {
         }
       };
       begin([&](const auto& out) {
-        if constexpr (is_by_tiles) {
-          Tiles tiles;
-          WaitingSums<typename F::Sum, std::decay_t<decltype(out)>> waiting(out);
-          each_part([&](const auto& part) { multiply_by_tiles<F>(tiles, part, waiting); });
-          waiting.hand_out_all();
-        } else {
+        if constexpr (is_by_tiles)
+          if (by_tiles) {
+            Tiles tiles;
+            WaitingSums<typename F::Sum, std::decay_t<decltype(out)>> waiting(out);
+            each_part([&](const auto& part) { multiply_by_tiles<F>(tiles, part, waiting); });
+            return waiting.hand_out_all();
+          }
+        if constexpr (!is_by_tiles || is_whole)
           each_part([&](const auto& part) {
             if constexpr (kIsWidenedOnce<F>)
               if (part.num_rows >= choice.widened_from.value_or(kNeverWidened))
                 return multiply_widened<F>(part, out);
             multiply_by_vectors<F>(part, out);
           });
-        }
       });
     });
   }
@@ -369,7 +376,8 @@ class Matrix {
   };
   template <class F>
   AtOnce tiles_at_once() const {
-    const int64_t rows = kBytesAtOnce / (depth() * sizeof(typename F::Input)) / kTileRows * kTileRows;
+    constexpr int64_t kBytes = sizeof(typename F::Input);
+    const int64_t rows = kBytesAtOnce / (depth() * kBytes) / kTileRows * kTileRows;
     // Whole numbers have groups, which are as good as blocks, and not cut again.
     constexpr bool is_whole = std::is_same_v<F, WholeFormat>;
     if (rows < kFewestRowsAtOnce && !is_whole) return {kRowsOfLong, kPanelsOfLong};
@@ -433,13 +441,12 @@ class Matrix {
 
   // The same with AMX, and with several panels. Sums are handed out late, some rows at each step of
   // the next products, so that the vectors work while the tiles do. Meanwhile what is multiplied
-  // next is brought near, some of it with each product.
+  // next is brought near.
   //
-  // With up to sixteen rows they wait for memory, and all goes to the first-level cache. With more,
-  // weights pass it, and it has the rows. With more than thirty-two, rows pass it, and
-  // it has a panel's weights of some inputs, a block, with which all rows are multiplied before the
-  // next block. Sums that wait for it are kept. Int8 weights that are to be widened are so by the
-  // first rows on their way.
+  // Up to sixteen rows wait for memory, and all goes to the first-level cache. Of up to thirty-two,
+  // rows stay in it, and weights pass it. Of more, a panel's weights stay in it, and rows pass it.
+  // Where a panel is too long for that, all rows are multiplied with a block of its inputs before
+  // the next block, and sums are kept meanwhile.
   template <class F, class Registers, class Waiting>
   void multiply_by_tiles(Registers& tiles, const Part<F>& part, Waiting& waiting) const {
     using Passing = typename Registers::Passing;
@@ -454,6 +461,26 @@ class Matrix {
         multiply_block<F, Passing::kRows>(tiles, part, waiting, block);
   }
 
+  // Numbers that are brought near in so many times, as many each time.
+  template <class N>
+  class Bringing {
+   public:
+    Bringing(const N* first, int64_t count, int64_t times) : at_(first), end_(first + count) {
+      if (times) each_ = (count + times * kLine - 1) / (times * kLine) * kLine;
+    }
+    // To a cache, as __builtin_prefetch numbers them.
+    template <int kCache>
+    void some() {
+      const N* const to = std::min(at_ + each_, end_);
+      for (; at_ < to; at_ += kLine) __builtin_prefetch(at_, 0, kCache);
+    }
+
+   private:
+    static constexpr int64_t kLine = 64 / sizeof(N);
+    const N *at_, *end_;
+    int64_t each_ = 0;
+  };
+
   // Some of the inputs, one of so many parts, of a panel of a part.
   struct Block {
     int64_t panel = 0, index = 0, count = 1;
@@ -463,6 +490,7 @@ class Matrix {
     int64_t end(int64_t steps) const { return (index + 1) * steps / count; }
   };
 
+  // Int8 weights that are to be widened are so by the first rows on their way.
   template <class F, auto kPassing, class Registers, class Waiting>
   void multiply_block(Registers& tiles, const Part<F>& part, Waiting& waiting,
                       const Block& block) const {
@@ -501,7 +529,6 @@ class Matrix {
              block.panel * part.num_rows * kColumns;
 
     const int64_t num_tiles = (part.num_rows + kTileRows - 1) / kTileRows;
-    constexpr int64_t kLine = 64 / sizeof *stored;
     const Stored* ahead;
     if (!is_many)
       ahead = stored + choice.ahead(part.num_rows) / static_cast<int64_t>(sizeof *stored);
@@ -509,15 +536,8 @@ class Matrix {
       ahead = stored + panel_size + begin * kStep;
     else  // the next block of the first panel, or the panel behind the last
       ahead = block.is_last() ? stored + panel_size : part.weights + end * kStep;
-    const int64_t lines = ((end - begin) * kStep + kLine - 1) / kLine;
-    // With few rows before a step's products wait for memory, with many beside each of them.
-    const int64_t times = num_tiles * (end - begin) * (is_many ? 4 : 1);
-    const int64_t per_time = times ? (lines + times - 1) / times * kLine : 0;
-    const Stored* const ahead_end = ahead + lines * kLine;
-    const auto bring_some = [&] {
-      const Stored* const to = std::min(ahead + per_time, ahead_end);
-      for (; ahead < to; ahead += kLine) __builtin_prefetch(ahead, 0, kCache);
-    };
+    // With few rows some before a step's products, which wait for memory; with many beside each.
+    Bringing bringing(ahead, (end - begin) * kStep, num_tiles * (end - begin) * (is_many ? 4 : 1));
     for (int64_t tile = 0, first = 0; tile < num_tiles; ++tile) {
       const int64_t height = (part.num_rows - first) / (num_tiles - tile);
       for (int64_t group = 0; group < num_groups<F>(); ++group) {
@@ -533,18 +553,17 @@ class Matrix {
             [&](int64_t v, int64_t step) -> typename Registers::template Right<Weight> {
               return {its + (from + step) * kStep + v * kUnit, kVectors * kUnit};
             },
-            block.index ? own : nullptr,
-            block.is_last() ? waiting.next() : own, kColumns,
+            block.index ? own : nullptr, block.is_last() ? waiting.next() : own, kColumns,
             [&](int64_t, int64_t, int64_t step) {
               if (tile == 0) {
                 if (step == 0) widen_step(from);
                 if (step + 1 < steps) widen_step(from + step + 1);
               }
-              if (!is_many) bring_some();
+              if constexpr (!is_many) bringing.template some<kCache>();
               waiting.hand_out(rows_per_step);
             },
             [&] {
-              if (is_many) bring_some();
+              if constexpr (is_many) bringing.template some<kCache>();
             });
         if (!block.is_last()) continue;
         if constexpr (is_widened)

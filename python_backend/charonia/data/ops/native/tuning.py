@@ -35,6 +35,9 @@ FEW_ROWS = 8
 MANY_ROWS = (8, 16, 32, 64, 128)
 """Rows from which on weights may be widened once, to choose from."""
 
+TILE_ROWS = (1, 2, 4, 8)
+"""Rows from which on tiles may be used where vectors do as well, to choose from."""
+
 LOCK_S = 30.0
 """How long another process is waited for that measures."""
 
@@ -58,14 +61,17 @@ class Choice:
             meanwhile, in products with one row and with several.
         widened_from: number of rows from which on a panel of weights is widened to float32 once for
             all rows; None where that is never done.
+        tiles_from: number of rows from which on whole numbers are multiplied by tiles, if the
+            processor has them.
     """
 
     ahead_of_one: int
     ahead_of_several: int
     widened_from: int | None = None
+    tiles_from: int = 1
 
     def __post_init__(self) -> None:
-        numbers = [self.ahead_of_one, self.ahead_of_several]
+        numbers = [self.ahead_of_one, self.ahead_of_several, self.tiles_from]
         if self.widened_from is not None:
             numbers.append(self.widened_from)
         for number in numbers:
@@ -78,6 +84,8 @@ class Choice:
             text += f" for one row and {_size(self.ahead_of_several)} for several"
         if self.widened_from is not None:
             text += f", widened once for {self.widened_from} rows or more"
+        if self.tiles_from > 1:
+            text += f", multiplied by tiles for {self.tiles_from} rows or more"
         return text
 
 
@@ -237,7 +245,18 @@ def measure_choice(kernels: ModuleType, weight: Tensor, quantization: Any) -> Ch
         choice = replace(choice, **{name: getattr(best, name)})
     if products.may_widen:
         choice = replace(choice, widened_from=_widened_from(choice, products.seconds))
+    if products.may_do_without_tiles:
+        choice = replace(choice, tiles_from=_tiles_from(choice, products.seconds))
     return choice
+
+
+def _tiles_from(choice: Choice, time_of: Callable[[int, Choice], float]) -> int:
+    """The number of rows from which on tiles are as fast as vectors, or faster."""
+    vectors = replace(choice, tiles_from=TILE_ROWS[-1] + 1)
+    for rows in TILE_ROWS:
+        if fastest([choice, vectors], choice, partial(time_of, rows)) is choice:
+            return rows
+    return TILE_ROWS[-1] + 1
 
 
 def _widened_from(choice: Choice, time_of: Callable[[int, Choice], float]) -> int | None:
@@ -301,6 +320,7 @@ class _Products:
     Attributes:
         default: the choice of the kernels.
         may_widen: whether weights may be widened once.
+        may_do_without_tiles: whether vectors may take the place of tiles.
     """
 
     def __init__(self, kernels: ModuleType, weight: Tensor, quantization: Any) -> None:
@@ -313,6 +333,7 @@ class _Products:
         copies = [kernels.Matrix(some, None, quantization=quantization) for _ in range(num_copies)]
         self.default = Choice(*copies[0].default_choice)
         self.may_widen: bool = copies[0].may_widen
+        self.may_do_without_tiles: bool = copies[0].may_do_without_tiles
         self._inputs = torch.ones(max(MANY_ROWS), inputs, dtype=weight.dtype)
         self._num_weights = some.numel()
         self._copies, self._next = copies, itertools.cycle(copies)
