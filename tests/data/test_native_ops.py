@@ -1,5 +1,6 @@
 """The CPU kernels of every instruction set against the reference operations and plain torch."""
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -222,6 +223,20 @@ def test_a_row_is_multiplied_as_it_is_alone(
 
 
 @both_dtypes
+def test_long_rows_are_multiplied_by_many_panels_as_by_each(isa: str, dtype: torch.dtype) -> None:
+    """More panels than take turns with a block of inputs, and some."""
+    generator = torch.Generator().manual_seed(0)
+    weight = random_matrix(generator, 1210, 2100, False, dtype).weight
+    x = torch.randn(500, 2100, generator=generator).to(dtype)
+    matrix = matrix_of(isa, weight, None, None)
+    alone = torch.cat([matrix(row[None], True) for row in x])
+    for num_threads in (1, 2, 3):
+        native_ops(isa, num_threads)  # sets the threads of the kernels
+        for rows in (33, 65, 128, 385, 500):
+            assert torch.equal(matrix(x[:rows], True), alone[:rows])
+
+
+@both_dtypes
 def test_rows_of_what_is_no_number_stay_alone_and_give_none(isa: str, dtype: torch.dtype) -> None:
     rows = torch.ones(4, 600, dtype=dtype)
     rows[1, 300], rows[2, 599] = float("nan"), float("inf")
@@ -413,6 +428,36 @@ def test_what_is_not_finite_never_reaches_the_pages(isa: str, dtype: torch.dtype
     assert max(part.abs().max() for part in pages) <= torch.tensor(6e4).to(dtype)
     undisturbed = ops.attention(weights)(None, sane, step, packed(unpacked(pages, dim)))
     assert torch.equal(out[4:], undisturbed[4:])
+
+
+@both_dtypes
+@pytest.mark.parametrize("dim", [64, 80, 96, 128])
+def test_tokens_are_written_together_as_one_by_one(isa: str, dtype: torch.dtype, dim: int) -> None:
+    """Whole blocks, parts of blocks, and tokens of what is no number in the middle of either."""
+    generator = torch.Generator().manual_seed(0)
+    weights = random_attention(generator, (2, 1), dim, dtype, has_bias=True, has_head_norms=False)
+    ops, num_tokens = native_ops(isa), 70
+    attention, rotation = ops.attention(weights), rotation_of(dim, dtype)
+    residual = torch.randn(num_tokens, HIDDEN, generator=generator).to(dtype)
+    residual[40, 0], residual[63, HIDDEN - 1] = float("nan"), float("inf")
+    for block_size, first in itertools.product((16, 32, 48), (0, 8, 16)):
+        batch, num_blocks = random_step(generator, block_size, [(first, num_tokens)])
+        pages = random_pages(generator, num_blocks, block_size, 1, dim, dtype)
+        together, alone = packed(pages), packed(pages)
+        attention(None, residual.clone(), ops.begin(batch, rotation), together)
+        for i in range(num_tokens):
+            token = replace(
+                batch,
+                token_ids=batch.token_ids[i : i + 1],
+                positions=batch.positions[i : i + 1],
+                slots=batch.slots[i : i + 1],
+                query_starts=[0, 1],
+                context_lens=[first + i + 1],
+            )
+            attention(None, residual[i : i + 1].clone(), ops.begin(token, rotation), alone)
+        for ours, expected in zip(together, alone, strict=True):
+            assert ours.isfinite().all()
+            assert torch.equal(ours, expected)
 
 
 @both_dtypes

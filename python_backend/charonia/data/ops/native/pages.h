@@ -107,13 +107,18 @@ struct Pages {
   // Keys and values [head_dim] of `count` tokens of one block, `stride` apart.
   void write(const int64_t* slots, int64_t count, int64_t head, const T* key, const T* value,
              int64_t stride, int64_t head_dim) const {
-    if constexpr (kHasTransposition<T>)
-      if (count == kLanes && slots[0] % kLanes == 0 && are_consecutive(slots, count) &&
-          head_dim % (2 * kLanes) == 0 && are_finite(key, count, stride, head_dim) &&
-          are_finite(value, count, stride, head_dim))
-        return write_together(slots[0], head, key, value, stride, head_dim);
-    for (int64_t i = 0; i < count; ++i)
-      write_one(slots[i], head, key + i * stride, value + i * stride, head_dim);
+    for (int64_t i = 0; i < count;) {
+      const T *const its_key = key + i * stride, *const its_value = value + i * stride;
+      if constexpr (kHasTransposition<T>)
+        if (count - i >= kLanes && slots[i] % kLanes == 0 && are_consecutive(slots + i, kLanes) &&
+            head_dim % (2 * kLanes) == 0 && are_finite(its_key, kLanes, stride, head_dim) &&
+            are_finite(its_value, kLanes, stride, head_dim)) {
+          write_together(slots[i], head, its_key, its_value, stride, head_dim);
+          i += kLanes;
+          continue;
+        }
+      write_one(slots[i++], head, its_key, its_value, head_dim);
+    }
   }
 
   int64_t groups() const { return 1; }
