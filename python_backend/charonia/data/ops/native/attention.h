@@ -65,7 +65,7 @@ class AttentionOverPages {
         const bool is_last = i + 1 == static_cast<int64_t>(items_.size());
         attend_whole(items_[i], is_last ? nullptr : &items_[i + 1]);
       };
-      if (are_alike)  // a thread has rows whose queries, keys and values it has computed before
+      if (are_alike)  // most of a thread's rows are those that it has rotated and written before
         pool.run_ranges(items_.size(), [&](int64_t i, int64_t end) {
           for (; i < end; ++i) attend(i);
         });

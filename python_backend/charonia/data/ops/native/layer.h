@@ -23,8 +23,8 @@ namespace charonia {
 // ------------------------------------------------------------------------------- row by row
 
 // residual += x, where there is one; to = residual / rms(residual) * weight (Zhang, Sennrich 2019,
-// arXiv 1910.07467); all over `size` numbers. Squares are added up in four chains, so that none is
-// waited for.
+// arXiv 1910.07467); all over `size` numbers. Squares are added up in four chains, so that they
+// wait less for each other.
 template <bool kAdds, class T>
 [[gnu::noinline]] void normalize_row(T* residual, const T* x, const T* weight, float eps,
                                      int64_t size, T* to) {
@@ -66,7 +66,7 @@ void add_and_normalize(T* residual, const T* x, const T* weight, float eps, int6
 
 // Rotate a head in place, its first half against its second (Su et al. 2021, arXiv 2104.09864).
 template <class T>
-void rotate_head(T* head, const T* cos, const T* sin, int64_t half) {
+[[gnu::noinline]] void rotate_head(T* head, const T* cos, const T* sin, int64_t half) {
   int64_t i = 0;
   for (; i + kLanes <= half; i += kLanes) {
     const Floats a = widen(head + i), b = widen(head + half + i);

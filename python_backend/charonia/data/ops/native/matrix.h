@@ -378,7 +378,7 @@ class Matrix {
   AtOnce tiles_at_once() const {
     constexpr int64_t kBytes = sizeof(typename F::Input);
     const int64_t rows = kBytesAtOnce / (depth() * kBytes) / kTileRows * kTileRows;
-    // Whole numbers have groups, which are as good as blocks, and not cut again.
+    // Whole numbers are cut into groups, and not into blocks, too.
     constexpr bool is_whole = std::is_same_v<F, WholeFormat>;
     if (rows < kFewestRowsAtOnce && !is_whole) return {kRowsOfLong, kPanelsOfLong};
     return {std::max(rows, 4 * kTileRows), 1};
@@ -444,9 +444,9 @@ class Matrix {
   // next is brought near.
   //
   // Up to sixteen rows wait for memory, and all goes to the first-level cache. Of up to thirty-two,
-  // rows stay in it, and weights pass it. Of more, a panel's weights stay in it, and rows pass it.
-  // Where a panel is too long for that, all rows are multiplied with a block of its inputs before
-  // the next block, and sums are kept meanwhile.
+  // rows stay in it, and weights pass it. Of more, a panel's weights stay in it as far as they can,
+  // and rows pass it. Where too few rows stay in the second-level cache, all of them are multiplied
+  // with a block of inputs before the next block, and sums are kept meanwhile.
   template <class F, class Registers, class Waiting>
   void multiply_by_tiles(Registers& tiles, const Part<F>& part, Waiting& waiting) const {
     using Passing = typename Registers::Passing;
@@ -507,12 +507,12 @@ class Matrix {
     const int64_t depth = this->depth(), panel_size = kColumns * depth;
     const int64_t rest = depth % kDepth, whole = depth - rest, all_steps = whole / kDepth;
     const int64_t begin = block.begin(all_steps), end = block.end(all_steps);
+    const int64_t size_of_sums = part.num_rows * kColumns;
     const Stored* const stored = part.weights + block.panel * panel_size;
     Input* wide = nullptr;
     const Weight* w;
     if constexpr (is_widened) {
-      thread_local Scratch memory;
-      w = wide = memory.get<Input>(panel_size);
+      w = wide = tile_memory.wide.get<Input>(panel_size);
     } else {
       w = stored;
     }
@@ -522,11 +522,10 @@ class Matrix {
         for (int64_t i = from; i < to; i += 64) widen_64(stored + i, wide + i);
       }
     };
-    thread_local Scratch sums_memory;
     typename Waiting::Number* kept = nullptr;  // of the rows of this panel
     if (block.count > 1)
-      kept = sums_memory.get<typename Waiting::Number>(part.num_panels * part.num_rows * kColumns) +
-             block.panel * part.num_rows * kColumns;
+      kept = tile_memory.sums.get<typename Waiting::Number>(part.num_panels * size_of_sums) +
+             block.panel * size_of_sums;
 
     const int64_t num_tiles = (part.num_rows + kTileRows - 1) / kTileRows;
     const Stored* ahead;

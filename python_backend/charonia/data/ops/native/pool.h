@@ -308,6 +308,7 @@ class Scratch {
  public:
   Scratch() = default;
   Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
   ~Scratch() { std::free(memory_); }
 
   template <class T>

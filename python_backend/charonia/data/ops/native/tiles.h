@@ -6,9 +6,16 @@
 #include <bit>
 #include <type_traits>
 
+#include "pool.h"
 #include "vectors.h"
 
 namespace charonia {
+
+// For products of the calling thread: weights that are widened, and sums that wait for more inputs.
+struct TileMemory {
+  Scratch wide, sums;
+};
+inline thread_local TileMemory tile_memory;
 
 #if defined(__AMX_BF16__)
 constexpr bool kHasTiles = true;
