@@ -16,6 +16,7 @@
 #include "check.h"
 #include "choices.h"
 #include "pool.h"
+#include "tile_blocks.h"
 #include "tiles.h"
 #include "vectors.h"
 #include "w8a8.h"
@@ -158,7 +159,7 @@ class Matrix {
 
   // With AMX: so many bytes of x, half of the second-level cache. Where these are few rows, because
   // they are long, more rows and some panels take turns with a block of the inputs.
-  static constexpr int64_t kBytesAtOnce = 1 << 20, kTileRows = 32;
+  static constexpr int64_t kBytesAtOnce = 1 << 20;
   static constexpr int64_t kFewestRowsAtOnce = 256, kRowsOfLong = 384, kPanelsOfLong = 16;
   static constexpr int64_t kInputsOfBlock = 640;  // their weights stay in the first-level cache
 
@@ -193,45 +194,6 @@ class Matrix {
            : quantization == Quantization::kInt8 ? at::kChar
                                                  : type;
   }
-
-  // Sums of some rows, a panel and a group of inputs that were not handed out yet.
-  template <class Sum, class Out>
-  class WaitingSums {
-   public:
-    using Number = std::conditional_t<std::is_same_v<Sum, Floats>, float, int32_t>;
-
-    explicit WaitingSums(const Out& out) : out_(out) {}
-
-    // Where those of the next rows go.
-    Number* next() { return reinterpret_cast<Number*>(sums_[side_ ^ 1]); }
-    Sum (&row(int64_t r))[kVectors] { return sums_[side_ ^ 1][r]; }
-
-    // They are there; all before them were handed out.
-    void wait(int64_t first_row, int64_t count, int64_t panel, int64_t group) {
-      side_ ^= 1;
-      first_row_ = first_row;
-      panel_ = panel;
-      group_ = group;
-      count_ = count;
-      given_ = 0;
-    }
-
-    // How many are to be handed out in each of so many steps.
-    int64_t share(int64_t steps) const { return steps ? (count_ + steps - 1) / steps : 0; }
-
-    void hand_out(int64_t count) {
-      const int64_t end = std::min(count_, given_ + count);
-      for (; given_ < end; ++given_)
-        out_(first_row_ + given_, panel_, group_, sums_[side_][given_]);
-    }
-    void hand_out_all() { hand_out(count_); }
-
-   private:
-    const Out& out_;
-    alignas(64) Sum sums_[2][kTileRows][kVectors];
-    int side_ = 0;
-    int64_t first_row_ = 0, panel_ = 0, group_ = 0, count_ = 0, given_ = 0;
-  };
 
   // Some rows of x [num_rows][depth], and some panels of weights.
   template <class F>
@@ -451,49 +413,20 @@ class Matrix {
   void multiply_by_tiles(Registers& tiles, const Part<F>& part, Waiting& waiting) const {
     using Passing = typename Registers::Passing;
     if (part.num_rows <= kTileRows / 2)
-      return multiply_block<F, Passing::kNeither>(tiles, part, waiting, Block{});
+      return multiply_block<F, Passing::kNeither>(tiles, part, waiting, InputBlock{});
     if (part.num_rows <= kTileRows)
-      return multiply_block<F, Passing::kColumns>(tiles, part, waiting, Block{});
-    Block block;
+      return multiply_block<F, Passing::kColumns>(tiles, part, waiting, InputBlock{});
+    InputBlock block;
     if (tiles_at_once<F>().panels > 1) block.count = (inputs + kInputsOfBlock - 1) / kInputsOfBlock;
     for (; block.index < block.count; ++block.index)
       for (block.panel = 0; block.panel < part.num_panels; ++block.panel)
         multiply_block<F, Passing::kRows>(tiles, part, waiting, block);
   }
 
-  // Numbers that are brought near in so many times, as many each time.
-  template <class N>
-  class Bringing {
-   public:
-    Bringing(const N* first, int64_t count, int64_t times) : at_(first), end_(first + count) {
-      if (times) each_ = (count + times * kLine - 1) / (times * kLine) * kLine;
-    }
-    // To a cache, as __builtin_prefetch numbers them.
-    template <int kCache>
-    void some() {
-      const N* const to = std::min(at_ + each_, end_);
-      for (; at_ < to; at_ += kLine) __builtin_prefetch(at_, 0, kCache);
-    }
-
-   private:
-    static constexpr int64_t kLine = 64 / sizeof(N);
-    const N *at_, *end_;
-    int64_t each_ = 0;
-  };
-
-  // Some of the inputs, one of so many parts, of a panel of a part.
-  struct Block {
-    int64_t panel = 0, index = 0, count = 1;
-
-    bool is_last() const { return index + 1 == count; }
-    int64_t begin(int64_t steps) const { return index * steps / count; }
-    int64_t end(int64_t steps) const { return (index + 1) * steps / count; }
-  };
-
   // Int8 weights that are to be widened are so by the first rows on their way.
   template <class F, auto kPassing, class Registers, class Waiting>
   void multiply_block(Registers& tiles, const Part<F>& part, Waiting& waiting,
-                      const Block& block) const {
+                      const InputBlock& block) const {
     using Input = typename F::Input;
     using Stored = typename F::Stored;
     constexpr bool is_many = kPassing == Registers::Passing::kRows;

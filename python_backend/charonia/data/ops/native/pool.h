@@ -4,7 +4,6 @@
 
 #include <pthread.h>
 #include <sched.h>
-#include <sys/mman.h>
 
 #include <algorithm>
 #include <atomic>
@@ -25,6 +24,8 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
+
+#include "huge_pages.h"
 
 namespace charonia {
 
@@ -319,7 +320,7 @@ class Scratch {
   }
 
  private:
-  static constexpr size_t kHugePage = 2 << 20, kLarge = 256 << 10;
+  static constexpr size_t kLarge = 256 << 10;
 
   void grow(size_t bytes) {
     const size_t alignment = bytes < kLarge ? 64 : kHugePage;
@@ -328,7 +329,7 @@ class Scratch {
     size_ = 0;
     memory_ = std::aligned_alloc(alignment, size);
     if (!memory_) throw std::bad_alloc();
-    if (alignment == kHugePage) madvise(memory_, size, MADV_HUGEPAGE);  // a wish
+    if (bytes >= kLarge) wish_for_huge_pages(memory_, size);
     size_ = size;
   }
 

@@ -5,17 +5,11 @@
 #include <algorithm>
 #include <bit>
 #include <type_traits>
+#include <utility>
 
-#include "pool.h"
 #include "vectors.h"
 
 namespace charonia {
-
-// For products of the calling thread: weights that are widened, and sums that wait for more inputs.
-struct TileMemory {
-  Scratch wide, sums;
-};
-inline thread_local TileMemory tile_memory;
 
 #if defined(__AMX_BF16__)
 constexpr bool kHasTiles = true;
@@ -119,12 +113,30 @@ class Tiles {
       asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(bytes), "i"(kRegister));
   }
 
+  // Call f with each register of so many sums: 0, 1, … as constants.
+  template <int kCount, class F>
+  [[gnu::always_inline]] static void for_sums(const F& f) {
+    [&]<int... kRegisters>(std::integer_sequence<int, kRegisters...>)
+        __attribute__((always_inline)) {
+      (f(std::integral_constant<int, kRegisters>()), ...);
+    }
+    (std::make_integer_sequence<int, kCount>());
+  }
+
+  // From those begun, or from zero where there are none.
   template <int kRegister, class Sum>
-  [[gnu::always_inline]] static void begin_sum(const Sum* begun, int64_t stride) {
+  [[gnu::always_inline]] static void begin_sum(const Sum* begun, int64_t at, int64_t stride) {
     if (begun)
-      load_tile<false, kRegister>(begun, stride);
+      load_tile<false, kRegister>(begun + at, stride);
     else
       asm volatile("tilezero %%tmm%c0" ::"i"(kRegister));
+  }
+
+  template <int kRegister, class Sum>
+  [[gnu::always_inline]] static void store_sum(Sum* to, int64_t stride) {
+    const int64_t bytes = stride * static_cast<int64_t>(sizeof(Sum));
+    asm volatile("tilestored %%tmm%c0, (%1,%2,1)" ::"i"(kRegister), "r"(to), "r"(bytes)
+                 : "memory");
   }
 
   template <Passing kPassing, int kTall, int kWide, class N, class Sum, class Get, class Before,
@@ -133,7 +145,7 @@ class Tiles {
                 const Sums<Sum>& sums, const Before& before, const Meanwhile& meanwhile) {
     constexpr bool kRowsPass = kPassing == Passing::kRows;
     constexpr bool kColumnsPass = kPassing == Passing::kColumns;
-    const int64_t bytes = sums.stride * sizeof(Sum), below = kRows * sums.stride;
+    const int64_t below = kRows * sums.stride;
     for (int64_t i = 0; i < count; i += kWide) {
       const int64_t end = std::min<int64_t>(i + kWide, count);
       const auto load_6 = [&](int64_t j, int64_t step) {
@@ -144,18 +156,10 @@ class Tiles {
         const auto right = tile(std::min(j, count - 1), step);
         load_tile<kColumnsPass, 7>(right.first, right.unit);
       };
-      const auto begun = [&](int64_t j, int64_t rows_below) -> const Sum* {
-        return sums.begun ? sums.begun + rows_below + std::min(j, count - 1) * kLanes : nullptr;
-      };
-      begin_sum<0>(begun(i, 0), sums.stride);
-      begin_sum<1>(begun(i + 1, 0), sums.stride);
-      if constexpr (kTall == 2) {
-        begin_sum<2>(begun(i, below), sums.stride);
-        begin_sum<3>(begun(i + 1, below), sums.stride);
-      } else if constexpr (kWide == 4) {
-        begin_sum<2>(begun(i + 2, 0), sums.stride);
-        begin_sum<3>(begun(i + 3, 0), sums.stride);
-      }
+      for_sums<kTall * kWide>([&](auto sum) {
+        const int64_t j = std::min(i + sum % kWide, count - 1);
+        begin_sum<sum>(sums.begun, sum / kWide * below + j * kLanes, sums.stride);
+      });
       for (int64_t step = 0; step < steps; ++step) {
         before(i, end, step);
         asm volatile("" ::: "memory");  // rows and columns are written before they are loaded
@@ -181,16 +185,10 @@ class Tiles {
           meanwhile();
         }
       }
-      Sum* const to = sums.ended + i * kLanes;
-      _tile_stored(0, to, bytes);
-      if (i + 1 < end) _tile_stored(1, to + kLanes, bytes);
-      if constexpr (kTall == 2) {
-        _tile_stored(2, to + below, bytes);
-        if (i + 1 < end) _tile_stored(3, to + below + kLanes, bytes);
-      } else if constexpr (kWide == 4) {
-        if (i + 2 < end) _tile_stored(2, to + 2 * kLanes, bytes);
-        if (i + 3 < end) _tile_stored(3, to + 3 * kLanes, bytes);
-      }
+      for_sums<kTall * kWide>([&](auto sum) {
+        const int64_t j = i + sum % kWide;
+        if (j < end) store_sum<sum>(sums.ended + sum / kWide * below + j * kLanes, sums.stride);
+      });
     }
   }
 

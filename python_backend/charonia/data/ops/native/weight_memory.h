@@ -11,6 +11,8 @@
 #include <mutex>
 #include <new>
 
+#include "huge_pages.h"
+
 namespace charonia {
 
 // Memory for weights: zeros in huge pages, which are faster to read and far faster to come by. It is
@@ -42,7 +44,7 @@ class WeightMemory {
     if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_DONTNEED);
   }
 
-  static constexpr int64_t kHugePage = 2 << 20, kChunkBytes = 32 * kHugePage;
+  static constexpr int64_t kChunkBytes = 32 * kHugePage;
 
   struct Chunk {
     explicit Chunk(int64_t bytes) : size((bytes + kHugePage - 1) / kHugePage * kHugePage) {
@@ -53,7 +55,7 @@ class WeightMemory {
       mapped = static_cast<char*>(got);
       const auto address = reinterpret_cast<uintptr_t>(mapped);
       memory = mapped + (kHugePage - address % kHugePage) % kHugePage;
-      madvise(memory, size, MADV_HUGEPAGE);  // a wish: without it pages are small
+      wish_for_huge_pages(memory, size);
     }
     ~Chunk() { munmap(mapped, size + kHugePage); }
     Chunk(const Chunk&) = delete;
