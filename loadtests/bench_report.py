@@ -20,6 +20,14 @@ from workloads import SAMPLED, Round
 
 _OVER_VLLM = {("decode", 1): 1.7, ("decode", 8): 1.5, ("decode", 32): 1.3}
 """Goals of decoding over vLLM, by kind of round and concurrency; 1 for all others."""
+_OF_THE_LIMIT = {
+    ("decode", 1): 0.85,
+    ("decode", 8): 0.75,
+    ("decode", 32): 0.65,
+    ("prefill", 1): 0.55,
+    ("prefill", 8): 0.70,
+}
+"""Goals of charonia's share of the machine's limit, by kind of round and concurrency."""
 _OVER_VLLM_LONG = 1.1
 """Goal of prompts of many tokens over vLLM."""
 _OVER_VLLM_TRACES = 1.1
@@ -66,12 +74,26 @@ class RoundResult:
         """Tokens per second, repetition by repetition."""
         return [run["tokens_per_second"] for run in self.runs[label]]
 
-    def median_machine(self) -> Machine:
-        """The median reading, of each limit."""
-        return Machine(
-            statistics.median(reading.read_gb_s for reading in self.machine),
-            statistics.median(reading.gemm_gflop_s for reading in self.machine),
-        )
+    def limits(self, cost: ModelCost) -> list[float]:
+        """Tokens per second at most, by each reading; repetition by repetition."""
+        limit = prompt_limit if self.round.kind == "prefill" else output_limit
+        return [limit(cost, reading, self.work()) for reading in self.machine]
+
+    def shares(self, cost: ModelCost) -> "dict[str, Comparison]":
+        """Each entry's rate over the limit that was read in the same repetition.
+
+        Quantized entries have none: they read half of what the limit counts.
+        """
+        if self.round.traffic is not None:
+            return {}
+        limits, found = self.limits(cost), {}
+        for label in self.runs:
+            if label in QUANTIZED:
+                continue
+            is_judged = label == BASE and not self.round.is_long
+            bar = _OF_THE_LIMIT.get((self.round.kind, self.round.concurrency)) if is_judged else None
+            found[label] = _compare(self.rates(label), limits, bar)
+        return found
 
     def work(self) -> Work:
         """A wave of this round, for the limit; its requests are equally long."""
@@ -86,10 +108,14 @@ class RoundResult:
             if above in self.runs and below in self.runs:
                 if below == VLLM:
                     bar = _bar_over_vllm(self.round, above, bar)
-                pairs = ratio(self.rates(above), self.rates(below))
-                said = None if bar is None else verdict(pairs.interval, bar)
-                found[f"{above} / {below}"] = Comparison(pairs, bar, said)
+                name = f"{above} / {below}"
+                found[name] = _compare(self.rates(above), self.rates(below), bar)
         return found
+
+
+def _compare(over: Sequence[float], under: Sequence[float], bar: float | None) -> Comparison:
+    pairs = ratio(over, under)
+    return Comparison(pairs, bar, None if bar is None else verdict(pairs.interval, bar))
 
 
 def _bar_over_vllm(round_: Round, above: str, usual: float | None) -> float | None:
@@ -133,8 +159,17 @@ class Report:
             about["traffic"] = traffic.as_json() if traffic else None
             ratios = {name: asdict(value) for name, value in result.comparisons().items()}
             limits = [asdict(reading) for reading in result.machine]
-            measured = {"orders": result.orders, "runs": result.runs}
-            rounds.append({**about, **measured, "ratios": ratios, "limits": limits})
+            shares = result.shares(self.cost) if self.cost else {}
+            rounds.append(
+                {
+                    **about,
+                    "orders": result.orders,
+                    "runs": result.runs,
+                    "ratios": ratios,
+                    "limits": limits,
+                    "shares": {label: asdict(share) for label, share in shares.items()},
+                }
+            )
         return {
             "about": self.about,
             "model_cost": asdict(self.cost) if self.cost else None,
@@ -179,7 +214,7 @@ def as_markdown(report: Report) -> str:
         parts += [_way_table(report.alone)]
     if report.cost:
         if limited := decode + prefill:
-            parts += ["Share of what the machine could do at most:"]
+            parts += ["Share of what the machine could do at most, pair by pair as above:"]
             parts += [_limit_table(limited, report.cost)]
         if traces:
             parts += ["Recorded requests have no such limit: their answers end at different steps."]
@@ -268,27 +303,20 @@ def _way_table(alone: IsolatedRuns) -> str:
 
 
 def limit_of(result: RoundResult, cost: ModelCost) -> float:
-    """Tokens per second that the round's median reading of the machine allows."""
-    limit = prompt_limit if result.round.kind == "prefill" else output_limit
-    return limit(cost, result.median_machine(), result.work())
+    """Tokens per second that the machine allows, the median of all readings."""
+    return statistics.median(result.limits(cost))
 
 
 def _limit_table(results: Sequence[RoundResult], cost: ModelCost) -> str:
-    limits = [limit_of(result, cost) for result in results]
-    rows = [["limit, tok/s", *(f"{limit:.0f}" for limit in limits)]]
-    for label in _labels(results):
-        if label in QUANTIZED:
-            continue  # they read half of what the limit counts
-        cells = [
-            f"{statistics.median(result.rates(label)) / limit:.2f}" if label in result.runs else ""
-            for result, limit in zip(results, limits, strict=True)
-        ]
-        rows.append([label, *cells])
+    shares = [result.shares(cost) for result in results]
+    rows = [["limit, tok/s", *(f"{limit_of(result, cost):.0f}" for result in results)]]
+    for label in dict.fromkeys(label for found in shares for label in found):
+        rows.append([label, *(str(found.get(label, "")) for found in shares)])
     return markdown_table(["side", *_heads(results)], rows)
 
 
 def _bandwidth_table(result: RoundResult, cost: ModelCost) -> str:
-    read = result.median_machine().read_gb_s
+    read = statistics.median(reading.read_gb_s for reading in result.machine)
     rows = []
     for label, runs in result.runs.items():
         rate = median_figures(runs)["decode_tokens_per_second"]

@@ -151,14 +151,16 @@ def test_tables_show_rates_ratios_and_shares_of_the_limit():
         "charonia": [{"tokens_per_second": rate} for rate in [100.0] * 3 + [300.0] * 3],
         "llama.cpp": [{"tokens_per_second": rate} for rate in [50.0] * 3 + [100.0] * 3],
     }
-    result.machine = [Machine(read_gb_s=1e9, gemm_gflop_s=2e-6), Machine(1e9, 2e-6)]
-    text = as_markdown(
-        Report({"left_out": {"vllm": "not installed"}}, ModelCost(1, 0, 0), [result])
-    )
+    result.machine = [Machine(read_gb_s=1e9, gemm_gflop_s=2e-6)] * 3 + [Machine(1e9, 1e-6)] * 3
+    report = Report({"left_out": {"vllm": "not installed"}}, ModelCost(1, 0, 0), [result])
+    text = as_markdown(report)
     assert "| charonia | 200.0 (100 to 300) |" in text
     assert "| charonia / llama.cpp | 2.50 (2.00 to 3.00) met (1.0) |" in text
-    assert "| limit, tok/s | 1000 |" in text
-    assert "| charonia | 0.20 |" in text
+    assert "| limit, tok/s | 750 |" in text
+    assert "| charonia | 0.35 (0.10 to 0.60) not shown (0.55) |" in text
+    assert "| llama.cpp | 0.12 (0.05 to 0.20) |" in text
+    (recorded,) = report.as_json()["rounds"]
+    assert recorded["shares"]["charonia"]["verdict"] == "not shown"
     assert "Left out: vllm: not installed" in text
 
 
