@@ -63,6 +63,7 @@ class RoundResult:
 
     Attributes:
         orders: in which the entries had their turns, repetition by repetition.
+        machine: one reading for each repetition.
     """
 
     round: Round
@@ -79,7 +80,7 @@ class RoundResult:
         limit = prompt_limit if self.round.kind == "prefill" else output_limit
         return [limit(cost, reading, self.work()) for reading in self.machine]
 
-    def shares(self, cost: ModelCost) -> "dict[str, Comparison]":
+    def shares(self, cost: ModelCost) -> dict[str, Comparison]:
         """Each entry's rate over the limit that was read in the same repetition.
 
         Quantized entries have none: they read half of what the limit counts.
@@ -91,7 +92,8 @@ class RoundResult:
             if label in QUANTIZED:
                 continue
             is_judged = label == BASE and not self.round.is_long
-            bar = _OF_THE_LIMIT.get((self.round.kind, self.round.concurrency)) if is_judged else None
+            kind = self.round.kind, self.round.concurrency
+            bar = _OF_THE_LIMIT.get(kind) if is_judged else None
             found[label] = _compare(self.rates(label), limits, bar)
         return found
 
@@ -214,7 +216,10 @@ def as_markdown(report: Report) -> str:
         parts += [_way_table(report.alone)]
     if report.cost:
         if limited := decode + prefill:
-            parts += ["Share of what the machine could do at most, pair by pair as above:"]
+            parts += [
+                "Share of what the machine could do at most, pair by pair with the limits of the "
+                "same repetition: median (its interval), and whether it reaches the bar behind it:",
+            ]
             parts += [_limit_table(limited, report.cost)]
         if traces:
             parts += ["Recorded requests have no such limit: their answers end at different steps."]
@@ -309,9 +314,11 @@ def limit_of(result: RoundResult, cost: ModelCost) -> float:
 
 def _limit_table(results: Sequence[RoundResult], cost: ModelCost) -> str:
     shares = [result.shares(cost) for result in results]
-    rows = [["limit, tok/s", *(f"{limit_of(result, cost):.0f}" for result in results)]]
-    for label in dict.fromkeys(label for found in shares for label in found):
-        rows.append([label, *(str(found.get(label, "")) for found in shares)])
+    labels = dict.fromkeys(label for found in shares for label in found)
+    rows = [
+        ["limit, tok/s", *(f"{limit_of(result, cost):.0f}" for result in results)],
+        *([label, *(str(found.get(label, "")) for found in shares)] for label in labels),
+    ]
     return markdown_table(["side", *_heads(results)], rows)
 
 

@@ -169,7 +169,7 @@ def test_closing_from_another_thread_wakes_the_one_that_waits(
     def close_once_it_waits() -> None:
         while not stream._control._is_receiving:
             time.sleep(0.01)
-        {"stream": stream, "client": client}[closed].close()
+        (stream if closed == "stream" else client).close()
 
     closing = threading.Thread(target=close_once_it_waits)
     closing.start()

@@ -164,6 +164,19 @@ def test_tables_show_rates_ratios_and_shares_of_the_limit():
     assert "Left out: vllm: not installed" in text
 
 
+def test_of_shares_of_the_limit_charonias_alone_are_judged_and_only_of_usual_prompts():
+    sides = ["charonia", VLLM, INT8]
+    usual, *_, long = rounds(cases=["prefill", "long"], sides=sides, long_tokens=[1024])
+    for asked, bar, said in ((usual, 0.55, "met"), (long, None, None)):
+        runs = {label: [{"tokens_per_second": 600.0}] * 6 for label in sides}
+        result = RoundResult(asked, runs, machine=[Machine(1e9, 2e-6)] * 6)
+        shares = result.shares(ModelCost(1, 0, 0))
+        assert list(shares) == ["charonia", VLLM]
+        assert shares["charonia"].ratio.median == pytest.approx(0.6)
+        assert (shares["charonia"].bar, shares["charonia"].verdict) == (bar, said)
+        assert shares[VLLM].verdict is None
+
+
 def test_what_was_measured_alone_is_shown_beside_the_turns_and_the_ways_with_the_fastest_first():
     result = RoundResult(rounds(cases=["decode"], concurrency=[8])[0])
     result.runs = {"charonia": [{"tokens_per_second": 200.0}]}

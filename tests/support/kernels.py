@@ -1,5 +1,7 @@
 """The CPU kernels of every instruction set that this processor has, and their pages' layout.
 
+Also how close their results must be to the reference's.
+
 Owns the conversion between the pages of `NativeOps` and those of `ComposedOps`, written down a
 second time here so that the layout is tested and not only used.
 """
@@ -71,7 +73,8 @@ def assert_close(
     if quantization == "w8a8":
         tolerance = max(tolerance, 8e-2)
         are_close = torch.isclose(actual, expected, atol=tolerance, rtol=tolerance)
-        assert are_close.logical_not().sum() <= 3
+        num_far = int(are_close.logical_not().sum())
+        assert num_far <= 3, f"{num_far} numbers are off by more than {tolerance}"
         tolerance *= 4
     torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
 

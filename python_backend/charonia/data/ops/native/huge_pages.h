@@ -10,9 +10,10 @@ namespace charonia {
 
 constexpr int64_t kHugePage = 2 << 20;  // bytes
 
-// Wish for huge pages where memory, from a multiple of kHugePage on, has none yet.
-inline void wish_for_huge_pages(void* memory, size_t bytes) {
-  madvise(memory, bytes, MADV_HUGEPAGE);  // where this fails pages are small
+// Ask for huge pages for memory that begins at a multiple of kHugePage. Where the system has none,
+// pages are small.
+inline void advise_huge_pages(void* memory, size_t bytes) {
+  madvise(memory, bytes, MADV_HUGEPAGE);
 }
 
 }  // namespace charonia

@@ -1,12 +1,12 @@
 // The bindings to Python of what computes. Must not know plans or files.
 //
 //   vectors.h    the processor's vectors, number formats, the inner loop of all products
-//   tiles.h      the same by AMX; tile_blocks.h is what products keep and do beside the tiles
+//   tiles.h      the same by AMX; tile_blocks.h has sums that wait and blocks of inputs
 //   check.h      what is accepted from Python
-//   pool.h       threads
+//   pool.h       threads, scratch memory; huge_pages.h asks for huge pages
 //   choices.h    how products read weights, as measured
-//   matrix.h     packed weights, in float32, bfloat16, int8 and W8A8; weight_memory.h is where,
-//                in huge_pages.h
+//   matrix.h     packed weights, in float32, bfloat16, int8 and W8A8; weight_memory.h is where
+//                they lie
 //   w8a8.h       rows rounded to int8, for products of whole numbers
 //   widened.h    products in float32, where the processor has no others
 //   codes.h      numbers in 8 or 4 bits: how they are rounded, and products with them

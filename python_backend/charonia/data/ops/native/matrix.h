@@ -411,6 +411,7 @@ class Matrix {
   // with a block of inputs before the next block, and sums are kept meanwhile.
   template <class F, class Registers, class Waiting>
   void multiply_by_tiles(Registers& tiles, const Part<F>& part, Waiting& waiting) const {
+    static_assert(kTileRows == 2 * Registers::kRows);
     using Passing = typename Registers::Passing;
     if (part.num_rows <= kTileRows / 2)
       return multiply_block<F, Passing::kNeither>(tiles, part, waiting, InputBlock{});

@@ -329,7 +329,7 @@ class Scratch {
     size_ = 0;
     memory_ = std::aligned_alloc(alignment, size);
     if (!memory_) throw std::bad_alloc();
-    if (bytes >= kLarge) wish_for_huge_pages(memory_, size);
+    if (bytes >= kLarge) advise_huge_pages(memory_, size);
     size_ = size;
   }
 

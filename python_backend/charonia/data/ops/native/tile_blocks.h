@@ -1,4 +1,5 @@
-// What products by tiles keep and do beside the tiles. Must not know how weights are packed.
+// Of products by tiles: scratch memory, sums that wait, what is brought near, blocks of inputs. Must
+// not know how weights are packed.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +11,7 @@
 
 namespace charonia {
 
-constexpr int64_t kTileRows = 32;  // that are multiplied at once
+constexpr int64_t kTileRows = 32;  // are multiplied at once: two tiles of them
 
 // For products of the calling thread: weights that are widened, and sums that wait for more inputs.
 struct TileMemory {
@@ -77,7 +78,7 @@ class Bringing {
   int64_t each_ = 0;
 };
 
-// Some of the inputs, one of so many parts, of a panel of a part.
+// One of `count` blocks of a panel's inputs.
 struct InputBlock {
   int64_t panel = 0, index = 0, count = 1;
 

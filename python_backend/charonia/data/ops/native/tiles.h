@@ -113,7 +113,8 @@ class Tiles {
       asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(bytes), "i"(kRegister));
   }
 
-  // Call f with each register of so many sums: 0, 1, … as constants.
+  // Call f with each register of so many sums, 0, 1, … as constants. Register r has those of tile
+  // r / kWide of rows and tile r % kWide of columns.
   template <int kCount, class F>
   [[gnu::always_inline]] static void for_sums(const F& f) {
     [&]<int... kRegisters>(std::integer_sequence<int, kRegisters...>)
@@ -145,6 +146,7 @@ class Tiles {
                 const Sums<Sum>& sums, const Before& before, const Meanwhile& meanwhile) {
     constexpr bool kRowsPass = kPassing == Passing::kRows;
     constexpr bool kColumnsPass = kPassing == Passing::kColumns;
+    static_assert(kTall * kWide <= 4, "or they take the registers of rows");
     const int64_t below = kRows * sums.stride;
     for (int64_t i = 0; i < count; i += kWide) {
       const int64_t end = std::min<int64_t>(i + kWide, count);

@@ -55,7 +55,7 @@ class WeightMemory {
       mapped = static_cast<char*>(got);
       const auto address = reinterpret_cast<uintptr_t>(mapped);
       memory = mapped + (kHugePage - address % kHugePage) % kHugePage;
-      wish_for_huge_pages(memory, size);
+      advise_huge_pages(memory, size);
     }
     ~Chunk() { munmap(mapped, size + kHugePage); }
     Chunk(const Chunk&) = delete;
